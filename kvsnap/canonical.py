@@ -1,7 +1,7 @@
 """Canonical JSON: one byte string per value, whoever writes it and whenever.
 
 RFC 8785 (JCS) after kvsnap's number rule: the only numbers are integers within
-±(2^53−1). A float with such an integral value becomes that integer; any other
+±(2^53-1). A float with such an integral value becomes that integer; any other
 float becomes its RFC 8785 text as a *string* (0.1 becomes "0.1").
 """
 
@@ -31,7 +31,7 @@ def normalise(value: object) -> Json:
 
     Raises:
         IncompatibleError: what has no canonical JSON: NaN, an infinity, an integer
-            beyond ±(2^53−1), a key that isn't a string, a lone surrogate, another type.
+            beyond ±(2^53-1), a key that isn't a string, a lone surrogate, another type.
     """
     match value:
         case None | bool():
@@ -39,7 +39,7 @@ def normalise(value: object) -> Json:
         case str():
             if not value.isascii():
                 _utf16(value)
-            return str(value)
+            return str.__str__(value)
         case int():
             if not -MAX_INTEGER <= value <= MAX_INTEGER:
                 raise IncompatibleError(f"integer {value} is outside ±(2^53-1) and has no canonical JSON")
@@ -76,7 +76,7 @@ def _normalise_mapping(value: Mapping[object, object]) -> dict[str, Json]:
     for key in value:
         if not isinstance(key, str):
             raise IncompatibleError(f"key {key!r:.80} is not a string and has no canonical JSON")
-    keys: list[str] = [str(key) for key in value]
+    keys = [str.__str__(key) for key in value if isinstance(key, str)]
     if all(key.isascii() for key in keys):
         keys.sort()
     else:

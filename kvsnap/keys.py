@@ -45,11 +45,13 @@ class MmItem:
     """Number of its placeholder tokens."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hash, str) or not self.hash:
-            raise ConfigError(f"multimodal item has hash {self.hash!r}, expected a non-empty string")
-        for name, value, least in (("offset", self.offset, 0), ("length", self.length, 1)):
+        name: object = self.hash
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"multimodal item has hash {name!r:.80}, expected a non-empty string")
+        checks: tuple[tuple[str, object, int], ...] = (("offset", self.offset, 0), ("length", self.length, 1))
+        for field, value, least in checks:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"multimodal item {self.hash[:12]} has {name} {value!r}, expected {least} or more")
+                raise ConfigError(f"multimodal item {name[:12]} has {field} {value!r}, expected {least} or more")
 
 
 def token_bytes(ids: Sequence[int]) -> bytes:
