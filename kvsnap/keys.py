@@ -79,9 +79,7 @@ def chunk_key(parent: ChunkKey, ids: bytes, mm: bytes = b"") -> ChunkKey:
     return ChunkKey(sha256(b"".join((parent, b"c", _count(ids), ids, mm))).digest())
 
 
-def block_keys(
-    parent: ChunkKey, ids: bytes, block_tokens: int, mm: Sequence[MmItem] = (), start: int = 0
-) -> bytes:
+def block_keys(parent: ChunkKey, ids: bytes, block_tokens: int, mm: Sequence[MmItem] = (), start: int = 0) -> bytes:
     """The keys of the first 1, 2, … whole blocks in `ids`, 16 bytes each, one after the other.
 
     `parent` is the parent of the chunk that starts with `ids`, `start` the position of
