@@ -1,0 +1,262 @@
+"""Shards: one immutable safetensors file with many chunks. How they are written, and the strict reader.
+
+    8 bytes     N, u64 little-endian
+    N bytes     JSON header, padded with spaces so that 8+N is a multiple of 4096
+    data        per chunk, per slice: the tensor `<key hex>.<slice>`, then zeros up to a multiple of 4096 (`….pad`, U8)
+
+`__metadata__` holds one key, `kvsnap`, whose value is canonical JSON (docs/format.md). A chunk's range is contiguous
+and aligned, so that one read moves it and O_DIRECT works. The reader trusts nothing: what isn't right is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import xxhash
+
+from kvsnap.direct_io import ALIGN, aligned_buffer, open_read, padded, write_stream
+from kvsnap.errors import CorruptChunkError, IncompatibleError, StorageError
+from kvsnap.keys import ChunkKey
+from kvsnap.namespace import Namespace
+from kvsnap.shard_fields import CODEC_RAW, RowCheck, parse_metadata, render_metadata, render_row
+from kvsnap.shard_tensors import GeometryTensors, HeaderTensors, Tensors, check_tensors, load_strict
+
+MAX_HEADER_BYTES = 32 << 20
+"""Longest header that a reader takes; checked before anything is allocated for it (D18)."""
+MAX_CHUNKS = 512
+"""Most chunks in a shard."""
+TARGET_BYTES = 128 << 20
+"""Size at which a writer publishes."""
+
+_FIRST_READ = 64 << 10
+_PREFIX = '{"__metadata__":{"kvsnap":"'
+
+
+class Chunk(Protocol):
+    """What a header says about a chunk; `ChunkEntry` and `ChunkToWrite` are such."""
+
+    @property
+    def key(self) -> ChunkKey: ...
+    @property
+    def parent(self) -> ChunkKey: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def xxh3(self) -> bytes: ...
+    @property
+    def block_keys(self) -> bytes: ...
+
+
+class ChunkEntry(NamedTuple):
+    """One chunk of a shard."""
+
+    key: ChunkKey
+    parent: ChunkKey
+    """Key of the chunk before it; the root at depth 0."""
+    depth: int
+    """Number of ancestors."""
+    tokens: int
+    """Tokens that it holds: whole blocks, at most `chunk_tokens`."""
+    xxh3: bytes
+    """XXH3-128 digest, 16 bytes, of the chunk's whole range, padding included."""
+    block_keys: bytes
+    """Its block keys, 16 bytes each, one per block."""
+    offset: int
+    """Where its range starts in the file, in bytes; a multiple of 4096."""
+    nbytes: int
+    """Length of its range, in bytes; a multiple of 4096."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHeader:
+    """What a shard's header says, checked."""
+
+    format: int
+    identity: str
+    layout: str
+    chunk_tokens: int
+    key_scheme: str
+    codec: str
+    scope: str
+    """Restrictions that all its chunks carry; empty is plain."""
+    chunks: tuple[ChunkEntry, ...]
+    """In file order; parents before children."""
+    data_start: int
+    """8+N, in bytes."""
+    file_bytes: int
+
+
+def checksum(views: Iterable[memoryview]) -> bytes:
+    """XXH3-128 digest (16 bytes) over the bytes of all `views`, in order. Releases the GIL for large ones."""
+    state = xxhash.xxh3_128()
+    for view in views:
+        state.update(view)
+    return state.digest()
+
+
+def encode_header(ns: Namespace, scope: str, chunks: Sequence[Chunk]) -> tuple[bytes, tuple[ChunkEntry, ...]]:
+    """The first 8+N bytes of a shard with `chunks` in this order, and its entries. Deterministic.
+
+    Raises:
+        CorruptChunkError: the reader would refuse it (a parent after its child, wrong block keys, …).
+    """
+    tensors = _prescribed(ns)
+    hexes = [(c.key.hex(), c.parent.hex(), c.depth, c.tokens, c.xxh3.hex(), c.block_keys.hex()) for c in chunks]
+    body = render_metadata(ns.hashed_fields(), scope, ",".join(render_row(*row) for row in hexes))
+    offset, parts = 0, []
+    for row in hexes:
+        text, offset = tensors.render(row[0], row[3], offset)
+        parts.append(text)
+    escaped = body.replace('"', '\\"')
+    text = f'{_PREFIX}{escaped}"}},{",".join(parts)}}}'
+    data = text.encode("ascii")
+    length = padded(8 + len(data)) - 8
+    header = length.to_bytes(8, "little") + data.ljust(length)
+    return header, _decode(header, len(header) + offset, ns, "new shard").chunks
+
+
+def read_header(file: Path | int, *, expect: Namespace | None = None) -> ShardHeader:
+    """Read and check the header of a shard, given its path or an open file descriptor.
+
+    With `expect`, the shard must be of this namespace and its tensors exactly as the layout says; without, they must
+    agree with each other. The data is not read.
+
+    Raises:
+        CorruptChunkError: the header, or the length of the file, isn't exactly right; says what.
+        IncompatibleError: another namespace, format or codec.
+        StorageError: vanished, a symbolic link, not a file, no permission, an I/O error.
+    """
+    if isinstance(file, int):
+        return _read_header(file, expect, f"file descriptor {file}")
+    fd = open_read(file, direct=False)
+    try:
+        return _read_header(fd, expect, f"shard {file.name}")
+    finally:
+        os.close(fd)
+
+
+def write_shard(fd: int, header: bytes, chunks: Iterable[Sequence[memoryview]]) -> int:
+    """Write `header` (of `encode_header`) and the views of each chunk from offset 0; returns the bytes written.
+
+    Streams: holds nothing but the header and a batch of the given views. `fd` may have O_DIRECT; aligned views are then
+    written from where they are. Not durable before an fsync. Raises OSError.
+    """
+    first = aligned_buffer(len(header))
+    first[:] = header
+
+    def parts() -> Iterable[Sequence[memoryview]]:
+        yield [first]
+        yield from chunks
+
+    return write_stream(fd, parts())
+
+
+def _read_header(fd: int, expect: Namespace | None, where: str) -> ShardHeader:
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise StorageError(f"{where} is not a regular file")
+        head = os.pread(fd, min(_FIRST_READ, found.st_size), 0)
+        length = _header_length(head, found.st_size, where)
+        while len(head) < 8 + length:
+            more = os.pread(fd, 8 + length - len(head), len(head))
+            if not more:
+                raise CorruptChunkError(f"{where} is damaged: it ends at byte {len(head)}, inside its header")
+            head += more
+    except OSError as error:
+        what = "is a directory" if error.errno == errno.EISDIR else f"can't be read: {error.strerror or error}"
+        raise StorageError(f"{where} {what}") from error
+    return _decode(head[: 8 + length], found.st_size, expect, where)
+
+
+def _header_length(head: bytes, file_bytes: int, where: str) -> int:
+    """N, once it is known to be sane."""
+    if len(head) < 8:
+        raise CorruptChunkError(f"{where} is damaged: it has {file_bytes} bytes, expected at least 8")
+    length = int.from_bytes(head[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptChunkError(f"{where} is damaged: header length {length}, expected at most {MAX_HEADER_BYTES}")
+    if 8 + length > file_bytes:
+        raise CorruptChunkError(f"{where} is damaged: header length {length}, but it has {file_bytes} bytes in all")
+    if (8 + length) % ALIGN:
+        raise CorruptChunkError(f"{where} is damaged: data starts at byte {8 + length}, expected a multiple of {ALIGN}")
+    return length
+
+
+def _decode(head: bytes, file_bytes: int, expect: Namespace | None, where: str) -> ShardHeader:
+    try:
+        return _parse(head, file_bytes, expect)
+    except CorruptChunkError as error:
+        raise CorruptChunkError(f"{where} is damaged: {error}") from None
+    except IncompatibleError as error:
+        raise IncompatibleError(f"{where} is not of this namespace: {error}", error.fields) from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptChunkError(f"{where} is damaged: its header is not valid JSON: {error}") from None
+
+
+def _parse(head: bytes, file_bytes: int, expect: Namespace | None) -> ShardHeader:
+    text = head[8:].rstrip(b" ").decode("ascii")
+    escaped, rest = _split(text)
+    meta = parse_metadata(escaped, None if expect is None else expect.hashed_fields())
+    if not 0 < len(meta.rows) <= MAX_CHUNKS:
+        raise CorruptChunkError(f"it has {len(meta.rows)} chunks, expected 1 to {MAX_CHUNKS}")
+    tensors: Tensors = HeaderTensors(load_strict(text)) if expect is None else _prescribed(expect)
+
+    data_start, offset = len(head), 0
+    check = RowCheck(meta.fields["chunk_tokens"])
+    entries, parts = [], []
+    for row in meta.rows:
+        depth, tokens = int(row[1]), int(row[4])
+        key, parent, xxh3, block_keys = check.add(row, depth, tokens, tensors.blocks(row[2], tokens))
+        part, end = tensors.render(row[2], tokens, offset)
+        parts.append(part)
+        start, nbytes = data_start + offset, end - offset
+        entries.append(ChunkEntry(ChunkKey(key), ChunkKey(parent), depth, tokens, xxh3, block_keys, start, nbytes))
+        offset = end
+    check.finish()
+    if rest != f'"}},{",".join(parts)}}}':
+        check_tensors(load_strict(text), load_strict(f"{{{','.join(parts)}}}"))
+    if data_start + offset != file_bytes:
+        raise CorruptChunkError(f"it has {file_bytes} bytes, expected {data_start + offset}")
+    return ShardHeader(
+        **meta.fields,
+        codec=CODEC_RAW,
+        scope=meta.scope,
+        chunks=tuple(entries),
+        data_start=data_start,
+        file_bytes=file_bytes,
+    )
+
+
+_last: tuple[Namespace, GeometryTensors] | None = None
+
+
+def _prescribed(ns: Namespace) -> GeometryTensors:
+    """Kept for the namespace seen last: its prepared texts are what makes a scan fast."""
+    global _last
+    last = _last
+    if last is None or last[0] is not ns:
+        last = _last = (ns, GeometryTensors(ns.geometry))
+    return last[1]
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The metadata value with its escapes, and what follows it; the latter is "" where the writer was another one."""
+    end = text.find('}"', text.find(r"\"scope\":", len(_PREFIX)))  # unescaped quotes end the value
+    if text.startswith(_PREFIX) and end > 0:
+        return text[len(_PREFIX) : end + 1], text[end + 1 :]
+    outer = load_strict(text)
+    metadata: Any = outer.get("__metadata__") if isinstance(outer, dict) else None
+    if not isinstance(metadata, dict) or list(metadata) != ["kvsnap"] or not isinstance(metadata["kvsnap"], str):
+        raise CorruptChunkError("its __metadata__ is not exactly one string under the key kvsnap")
+    if "\\" in metadata["kvsnap"]:
+        raise CorruptChunkError("its metadata is not canonical JSON")
+    return metadata["kvsnap"].replace('"', '\\"'), ""
