@@ -232,12 +232,12 @@ class DramTier:
         self._map.last_use[slot] = last_use
 
     def fill_state(self, slot: int, generation: int) -> bool | None:
-        """True: every writing rank finished this generation. False: one failed. None: not yet."""
-        words = self._map.done[:, slot]
-        failed = np.uint64(generation | f.FAILED_BIT)
-        if (words == failed).any():
-            return False
-        return True if (words == np.uint64(generation)).all() else None
+        """True: every rank finished this generation. False: all are through, one failed. None: not yet."""
+        words = self._map.done[:, slot].tolist()
+        failed = generation | f.FAILED_BIT
+        if all(word == generation for word in words):
+            return True
+        return False if all(word in (generation, failed) for word in words) else None
 
     def loads_done(self) -> int:
         """All loads of plans up to this number are over on every rank."""

@@ -1,0 +1,581 @@
+"""TieredCache: hot chunks in DRAM, cold ones on disk, behind one lock.
+
+The scheduler half of the connector calls it between engine steps, so every method but
+`flush`, `preload` and `close` answers from memory at once. Reads, writes and checksums
+run in threads (`promoter.py`, `writer.py`) that take the lock only to look something up
+or to report. What has not arrived and been verified is never offered (invariant 1).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvsnap.index import ABSENT, FILLING, READING, READY, UNCHECKED, Chunk
+from kvsnap.keys import ChunkKey, KeyChain
+from kvsnap.namespace import Namespace
+from kvsnap.policy import EvictionPolicy, FrequencyRecency, Rates, prefix_closed
+from kvsnap.promoter import Promoter, ReadJob
+from kvsnap.residency import Residency
+from kvsnap.shard_map import ShardMap
+from kvsnap.tiers.disk import DiskTier
+from kvsnap.tiers.dram import DramTier, SlotRecord
+from kvsnap.writer import Writer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """How the tiers are run; see design section 9 for the operator's names."""
+
+    persist: str = "auto"
+    """`auto`, `hot`, `all` or `none`: which chunks reach the disk, and when."""
+    persist_salted: bool = False
+    """Whether chunks of salted requests may reach the disk."""
+    read_only: bool = False
+    """Change nothing on disk."""
+    num_readers: int = 4
+    """Threads that promote; as many reads are in flight."""
+    shard_bytes: int = 128 << 20
+    """A shard is published once this many bytes wait for it."""
+    shard_seconds: float = 10.0
+    """Longest that a chunk waits for its shard to fill."""
+    promise_share: float = 0.5
+    """Largest share of the slots that waiting requests may hold."""
+    clean_share: float = 0.05
+    """Share of the slots that can always be taken without a write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Consecutive blocks of one chunk that a prompt can use."""
+
+    chunk: Chunk
+    first_block: int
+    """First block inside the chunk, 0-based."""
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """How far the tiers can serve a prompt beyond what the engine holds itself."""
+
+    pieces: tuple[Piece, ...]
+    """In order of position, without gaps."""
+    start_tokens: int
+    end_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the pieces hold."""
+        return self.end_tokens - self.start_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every piece is in DRAM and checked."""
+        return all(piece.chunk.state == READY for piece in self.pieces)
+
+    def ready_part(self, block_tokens: int) -> Match:
+        """The leading pieces that are in DRAM and checked."""
+        pieces: list[Piece] = []
+        for piece in self.pieces:
+            if piece.chunk.state != READY:
+                break
+            pieces.append(piece)
+        end = self.start_tokens + block_tokens * sum(piece.num_blocks for piece in pieces)
+        return Match(pieces=tuple(pieces), start_tokens=self.start_tokens, end_tokens=end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """Pieces that are held for one request, and where their bytes are."""
+
+    pieces: tuple[Piece, ...]
+    places: tuple[tuple[int, int], ...]
+    """(slot, generation) of each piece."""
+    start_tokens: int
+    end_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the request gets."""
+        return self.end_tokens - self.start_tokens
+
+
+class TieredCache:
+    """Both tiers of one namespace.
+
+    Args:
+        namespace: What all chunks here belong to.
+        dram: The DRAM tier, owned by this process.
+        disk: The disk tier; None to go without.
+        options: See `CacheOptions`.
+        policy: Ranks chunks for eviction.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        dram: DramTier,
+        disk: DiskTier | None,
+        options: CacheOptions | None = None,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        self.namespace = namespace
+        self.geometry = namespace.geometry
+        self.dram = dram
+        self.disk = disk
+        self.options = options or CacheOptions()
+        self.lock = threading.RLock()
+        self.residency = Residency(dram.num_slots, policy or FrequencyRecency(), dram.free)
+        self.counts: Counter[str] = Counter()
+        self.rates = Rates()
+        self.is_closed = False
+        self._chunk_tokens = namespace.chunk_tokens
+        self._block_tokens = namespace.layout.block_tokens
+        self._num_promised = 0
+        self._filling: dict[tuple[int, int], Chunk] = {}
+        self._loading: deque[tuple[int, list[int]]] = deque()
+        self._attach()
+        self.promoter = Promoter(self, self.options.num_readers)
+        self.writer = Writer(self)
+        self.shards = ShardMap(self.residency, self.geometry)
+        if disk is not None:
+            self.shards.adopt(list(disk.scan()))
+            self.shards.apply_usage(disk.load_usage())
+
+    def start(self) -> None:
+        """Start the threads; before that nothing moves."""
+        self.promoter.start()
+        self.writer.start()
+        with self.lock:
+            unchecked = [chunk for chunk in self.residency.index if chunk.state == UNCHECKED]
+        unchecked.sort(key=self.residency.score, reverse=True)
+        self.promoter.check(unchecked)
+
+    # -- lookup ----------------------------------------------------------------------
+
+    def match(self, chain: KeyChain, start_tokens: int, limit_tokens: int) -> Match:
+        """The longest usable continuation of a prompt, down to block boundaries.
+
+        Args:
+            chain: Keys of the whole prompt.
+            start_tokens: Where the engine's own hit ends; a multiple of the block size.
+            limit_tokens: Never match beyond this position; a multiple of the block size.
+        """
+        first = start_tokens // self._chunk_tokens
+        with self.lock:
+            index = self.residency.index
+            run = index.run(chain.keys, first, _is_usable)
+            last = first + len(run)
+            if last * self._chunk_tokens < limit_tokens:
+                wanted = chain.tail_block_keys(last, limit_tokens)
+                sibling, blocks = index.longest_start(wanted, _is_usable) if wanted else (None, 0)
+            else:
+                sibling, blocks = None, 0
+        return self._cut(run, sibling, blocks, start_tokens, limit_tokens)
+
+    def is_covered(self, block_keys: bytes) -> bool:
+        """Whether some chunk in DRAM begins with all these blocks."""
+        with self.lock:
+            _, blocks = self.residency.index.longest_start(block_keys, _is_in_dram)
+        return blocks * 16 == len(block_keys)
+
+    def promote(self, chunks: Sequence[Chunk]) -> int:
+        """Start to bring chunks, and their ancestors, into DRAM; returns how many reads began.
+
+        All their slots are taken at once, or the promotion is shortened from its end,
+        so that two waiters never hold half of what each needs. A chunk that is on its
+        way already is not read again.
+        """
+        jobs: list[ReadJob] = []
+        with self.lock:
+            chain = _with_ancestors(chunks)
+            self.residency.shield(chain)
+            try:
+                for chunk in chain:
+                    if chunk.state == UNCHECKED:
+                        jobs.append(self._check_job(chunk))
+                    elif chunk.state == ABSENT:
+                        job = self._read_job(chunk)
+                        if job is None:
+                            break
+                        jobs.append(job)
+            finally:
+                self.residency.unshield(chain)
+        self.promoter.submit(jobs)
+        return len(jobs)
+
+    def is_moving(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether any of the chunks is still being read or checked."""
+        return any(chunk.state == READING for chunk in chunks)
+
+    # -- pins and loads --------------------------------------------------------------
+
+    def promise(self, match: Match) -> Promise:
+        """Pin what a request is told that it will get; shortened where too much is promised already.
+
+        Every piece must be ready. From here until `release` or the end of the load the
+        bytes stay as they are, whatever becomes of the chunks.
+        """
+        room = max(1, int(self.options.promise_share * self.residency.num_slots)) - self._num_promised
+        pieces = match.pieces[: max(0, room)]
+        end = match.start_tokens + self._block_tokens * sum(piece.num_blocks for piece in pieces)
+        with self.lock:
+            places = tuple((piece.chunk.slot, piece.chunk.generation) for piece in pieces)
+            for slot, _ in places:
+                self.residency.begin_op(slot)
+            self._num_promised += len(places)
+        return Promise(pieces=pieces, places=places, start_tokens=match.start_tokens, end_tokens=end)
+
+    def release(self, promise: Promise) -> None:
+        """Drop a promise: the request was admitted, gave up or finished."""
+        with self.lock:
+            for slot, _ in promise.places:
+                self.residency.end_op(slot)
+            self._num_promised -= len(promise.places)
+
+    def begin_load(self, seq: int, slots: Sequence[int]) -> None:
+        """Hold promised slots until every rank reports plan `seq` done."""
+        with self.lock:
+            for slot in slots:
+                self.residency.begin_op(slot)
+            self._loading.append((seq, list(slots)))
+            self.counts["loads"] += len(slots)
+
+    def touch(self, chunks: Iterable[Chunk], *, hit: bool) -> None:
+        """Record use; a hit makes a chunk worth writing."""
+        with self.lock:
+            for chunk in chunks:
+                self.residency.touch(chunk, hit=hit)
+                if chunk.slot >= 0:
+                    self.dram.touch(chunk.slot, chunk.hits, chunk.last_use)
+                if hit and self.options.persist in ("auto", "hot"):
+                    self.writer.want(chunk)
+
+    # -- stores ----------------------------------------------------------------------
+
+    def in_dram(self, key: ChunkKey) -> Chunk | None:
+        """The chunk of this key if it holds a slot, complete or not."""
+        with self.lock:
+            chunk = self.residency.index.get(key)
+            return chunk if chunk is not None and chunk.slot >= 0 else None
+
+    def begin_store(
+        self, key: ChunkKey, parent: ChunkKey, *, depth: int, tokens: int, scope: str, block_keys: bytes
+    ) -> tuple[int, int] | None:
+        """Take a slot for a chunk that the workers are about to fill.
+
+        The chunk becomes usable by itself once all ranks have written their completion
+        words; see `poll`.
+
+        Returns:
+            (slot, generation), or None where no slot can be had without a write, or the
+            parent is not in DRAM: the store is skipped, and counted.
+        """
+        with self.lock:
+            index = self.residency.index
+            above = index.get(parent) if depth else None
+            if depth and (above is None or above.slot < 0):
+                self.counts["stores_skipped_no_parent"] += 1
+                return None
+            if above is not None:
+                self.residency.shield([above])
+            slot = self.residency.take_slot(self.writer.is_droppable)
+            if above is not None:
+                self.residency.unshield([above])
+            if slot is None:
+                self.counts["stores_skipped_no_slot"] += 1
+                self.writer.wake()
+                return None
+            chunk = index.get(key)
+            if chunk is None:
+                chunk = Chunk(key, above if above is not None else parent, depth, tokens, scope, block_keys)
+                index.add(chunk)
+            generation = self.dram.begin(slot)
+            self.residency.occupy(chunk, slot, generation, FILLING)
+            self.residency.begin_op(slot)
+            self.residency.touch(chunk, hit=False)
+            self._filling[slot, generation] = chunk
+            self.counts["stores"] += 1
+            for short in index.covered_by(chunk):
+                self.residency.cover(short)
+            self.writer.wake()
+            return slot, generation
+
+    def fail(self, slot: int, generation: int) -> None:
+        """A rank refused or failed a copy of this slot: what it held is no longer trusted."""
+        with self.lock:
+            owner = self.residency.owner(slot)
+            self.counts["copies_failed"] += 1
+            if owner is not None and owner.generation == generation and owner.state == READY:
+                self.residency.vacate_subtree(owner)
+
+    def poll(self) -> None:
+        """Take note of the copies that the workers have finished since the last call."""
+        with self.lock:
+            done = self.dram.loads_done() if self._loading else 0
+            while self._loading and self._loading[0][0] <= done:
+                for slot in self._loading.popleft()[1]:
+                    self.residency.end_op(slot)
+            for (slot, generation), chunk in list(self._filling.items()):
+                finished = self.dram.fill_state(slot, generation)
+                if finished is None or (chunk.parent is not None and chunk.parent.state == FILLING):
+                    continue  # the parent is older, so it comes first in this loop once it is done
+                del self._filling[slot, generation]
+                self._end_fill(chunk, slot, generation, good=finished)
+
+    @property
+    def has_pending_copies(self) -> bool:
+        """Whether some worker still owes a completion word."""
+        return bool(self._filling or self._loading)
+
+    @property
+    def has_pending_stores(self) -> bool:
+        """Whether some slot is still being filled."""
+        return bool(self._filling)
+
+    # -- whole-tier operations -------------------------------------------------------
+
+    def reset(self) -> int:
+        """Make every DRAM chunk unreachable at once, also for a later engine; returns how many.
+
+        Slots with copies in flight are reused only when those have ended.
+        """
+        with self.lock:
+            self.dram.bump_epoch()
+            return self.residency.vacate_all()
+
+    def clear(self, tier: str) -> dict[str, int]:
+        """Remove all chunks of `dram`, `disk` or `all`; returns the numbers removed by tier."""
+        removed: dict[str, int] = {}
+        if tier in ("dram", "all"):
+            with self.lock:
+                removed["dram_chunks"] = self.residency.vacate_all()
+        if tier in ("disk", "all") and self.disk is not None:
+            with self.lock:
+                removed["disk_chunks"] = self.shards.forget_all()
+            removed["disk_shards"], removed["disk_bytes"] = self.disk.clear()
+        return removed
+
+    def flush(self, timeout_s: float) -> dict[str, Any]:
+        """Write everything that may be written and isn't yet; wait for it at most `timeout_s` seconds."""
+        return self.writer.flush(timeout_s)
+
+    def preload(self, budget_bytes: int, timeout_s: float) -> tuple[int, int]:
+        """Promote the hottest chunks of the disk tier into free slots, parents first.
+
+        Returns:
+            (chunks, bytes) that are in DRAM now and were not before. When `timeout_s`
+            is over, what was begun goes on in the background.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.lock:
+            cold = [c for c in self.residency.index if c.state == ABSENT and c.shard is not None]
+            cold.sort(key=lambda c: (-self.residency.score(c), c.depth))
+            parents = {c.key: c.parent.key if c.parent else None for c in self.residency.index}
+            by_key = {c.key: c for c in cold}
+            room = self.residency.num_free
+        wanted: list[Chunk] = []
+        used = 0
+        for key in prefix_closed((c.key for c in cold), parents):
+            chunk = by_key.get(ChunkKey(key))
+            if chunk is None:
+                continue
+            used += self.geometry.chunk_bytes(chunk.tokens)
+            if used > budget_bytes or len(wanted) >= room:
+                break
+            wanted.append(chunk)
+        for start in range(0, len(wanted), 64):
+            batch = wanted[start : start + 64]
+            self.promote(batch)
+            self.promoter.wait(batch, deadline)
+            if time.monotonic() >= deadline:
+                break
+        loaded = [chunk for chunk in wanted if chunk.state == READY]
+        return len(loaded), sum(self.geometry.chunk_bytes(chunk.tokens) for chunk in loaded)
+
+    def status(self) -> dict[str, Any]:
+        """What is in the tiers and what happened so far; plain values for JSON."""
+        with self.lock:
+            chunks = list(self.residency.index)
+            in_dram = [c for c in chunks if c.slot >= 0 and c.state != FILLING]
+            on_disk = [c for c in chunks if c.shard is not None]
+            counts = dict(self.counts)
+        return {
+            "namespace": self.namespace.id(),
+            "dram": {
+                "path": self.dram.path,
+                "bytes": self.dram.file_bytes,
+                "slots": self.dram.num_slots,
+                "chunks": len(in_dram),
+                "chunk_bytes": sum(self.geometry.chunk_bytes(c.tokens) for c in in_dram),
+                "tokens": sum(c.tokens for c in in_dram),
+                "epoch": self.dram.epoch,
+                "unsaved": sum(c.shard is None for c in in_dram),
+            },
+            "disk": {
+                "chunks": len(on_disk),
+                "chunk_bytes": sum(self.geometry.chunk_bytes(c.tokens) for c in on_disk),
+                "tokens": sum(c.tokens for c in on_disk),
+                "shards": len(self.shards),
+                **self.writer.status(),
+            },
+            "counts": counts,
+        }
+
+    def close(self) -> None:
+        """Stop the threads and let go of both tiers. What is on disk and in the DRAM file stays."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.writer.stop()
+        self.promoter.stop()
+        self.dram.close()
+        if self.disk is not None:
+            self.disk.close()
+
+    # -- called by the threads -------------------------------------------------------
+
+    def finish_read(self, job: ReadJob, *, good: bool) -> None:
+        """A read or check is over: offer the chunk, or drop it with its descendants in DRAM."""
+        with self.lock:
+            chunk = job.chunk
+            if chunk.slot == job.slot and chunk.generation == job.generation and chunk.state == READING:
+                parent_ok = chunk.parent is None or chunk.parent.slot >= 0
+                if good and parent_ok:
+                    chunk.dram_xxh3 = job.xxh3
+                    if job.is_read:
+                        self.dram.commit(self._record(chunk))
+                    self.residency.ready(chunk)
+                    self.counts["promoted" if job.is_read else "attached"] += 1
+                else:
+                    self.residency.vacate_subtree(chunk)
+            self.residency.end_op(job.slot)
+
+    def set_checksum(self, chunk: Chunk, slot: int, generation: int, xxh3: bytes) -> None:
+        """The checksum of a stored chunk was computed."""
+        with self.lock:
+            if chunk.slot == slot and chunk.generation == generation and chunk.state == READY:
+                chunk.dram_xxh3 = xxh3
+                self.dram.set_checksum(slot, xxh3)
+            self.residency.end_op(slot)
+
+    # -- inside ----------------------------------------------------------------------
+
+    def _cut(
+        self, run: list[Chunk], sibling: Chunk | None, sibling_blocks: int, start_tokens: int, limit_tokens: int
+    ) -> Match:
+        per_chunk = self._chunk_tokens // self._block_tokens
+        start, limit = start_tokens // self._block_tokens, limit_tokens // self._block_tokens
+        at = start - start % per_chunk
+        pieces: list[Piece] = []
+        position = start
+        spans = [(chunk, per_chunk) for chunk in run]
+        if sibling is not None:
+            spans.append((sibling, sibling_blocks))
+        for chunk, blocks in spans:
+            first = position - at
+            last = min(at + blocks, limit) - at
+            if last <= first:
+                break
+            pieces.append(Piece(chunk=chunk, first_block=first, num_blocks=last - first))
+            position = at + last
+            at += per_chunk
+        return Match(pieces=tuple(pieces), start_tokens=start_tokens, end_tokens=position * self._block_tokens)
+
+    def _read_job(self, chunk: Chunk) -> ReadJob | None:
+        if chunk.shard is None or self.disk is None or (chunk.parent is not None and chunk.parent.slot < 0):
+            return None
+        slot = self.residency.take_slot(self.writer.is_droppable)
+        if slot is None:
+            self.counts["promotions_shortened"] += 1
+            return None
+        generation = self.dram.begin(slot)
+        self.residency.occupy(chunk, slot, generation, READING)
+        self.residency.begin_op(slot)
+        return ReadJob(
+            chunk=chunk, slot=slot, generation=generation, shard=chunk.shard, offset=chunk.offset, xxh3=chunk.shard_xxh3
+        )
+
+    def _check_job(self, chunk: Chunk) -> ReadJob:
+        chunk.state = READING
+        self.residency.begin_op(chunk.slot)
+        return ReadJob(
+            chunk=chunk, slot=chunk.slot, generation=chunk.generation, shard=None, offset=0, xxh3=chunk.dram_xxh3
+        )
+
+    def _end_fill(self, chunk: Chunk, slot: int, generation: int, *, good: bool) -> None:
+        self.residency.end_op(slot)
+        if chunk.slot != slot or chunk.generation != generation:
+            return  # reset or cleared meanwhile
+        parent = chunk.parent
+        if not good or (parent is not None and parent.slot < 0):
+            self.counts["stores_failed"] += 1
+            self.residency.vacate_subtree(chunk)
+            return
+        self.dram.commit(self._record(chunk))
+        self.residency.ready(chunk)
+        self.counts["stored"] += 1
+        self.writer.stored(chunk)
+
+    def _record(self, chunk: Chunk) -> SlotRecord:
+        return SlotRecord(
+            slot=chunk.slot,
+            generation=chunk.generation,
+            key=chunk.key,
+            parent=chunk.parent_key,
+            depth=chunk.depth,
+            tokens=chunk.tokens,
+            scope=chunk.scope,
+            block_keys=chunk.block_keys,
+            xxh3=chunk.dram_xxh3,
+            hits=chunk.hits,
+            last_use=chunk.last_use,
+        )
+
+    def _attach(self) -> None:
+        """Take over what the last owner left in the DRAM file: parents first, whole chains only."""
+        self.residency.take_found_slots({record.slot for record in self.dram.found})
+        chunks: list[Chunk] = []
+        by_key: dict[ChunkKey, Chunk] = {}
+        for record in sorted(self.dram.found, key=lambda r: r.depth):
+            above = by_key.get(record.parent) if record.depth else record.parent
+            if above is None or record.key in by_key:
+                self.dram.free(record.slot)
+                self.residency.give_back(record.slot)
+                continue
+            chunk = Chunk(record.key, above, record.depth, record.tokens, record.scope, record.block_keys)
+            chunk.hits, chunk.last_use, chunk.dram_xxh3 = record.hits, record.last_use, record.xxh3
+            by_key[record.key] = chunk
+            self.residency.occupy(chunk, record.slot, record.generation, UNCHECKED)
+            chunks.append(chunk)
+        self.residency.index.add_all(chunks)
+        self.counts["attach_found"] = len(chunks)
+        self.dram.found = []
+
+
+def _is_usable(chunk: Chunk) -> bool:
+    return chunk.state in (READY, READING, UNCHECKED) or chunk.shard is not None
+
+
+def _is_in_dram(chunk: Chunk) -> bool:
+    return chunk.state != ABSENT
+
+
+def _with_ancestors(chunks: Iterable[Chunk]) -> list[Chunk]:
+    order: dict[ChunkKey, Chunk] = {}
+    for chunk in chunks:
+        path = [chunk]
+        for above in chunk.ancestors():
+            if above.key in order:
+                break
+            path.append(above)
+        order.update((c.key, c) for c in reversed(path))
+    return list(order.values())

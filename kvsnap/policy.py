@@ -1,0 +1,103 @@
+"""Who goes next: pure functions over what is known about chunks and shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class EvictionPolicy(Protocol):
+    """Ranks chunks; the lowest score is evicted first, leaves before their parents."""
+
+    def score(self, hits: int, last_use: float) -> float:
+        """Worth of a chunk with this many hits, last used at `last_use` (seconds since the epoch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrequencyRecency:
+    """Recency with a bonus for frequency.
+
+    Doubling the hits is worth `bonus_s` of age. That is the logarithm of a use count
+    that halves every `bonus_s` seconds, up to a constant that all chunks share, so a
+    score never has to be recomputed as time passes.
+    """
+
+    bonus_s: float = 600.0
+
+    def score(self, hits: int, last_use: float) -> float:
+        """See `EvictionPolicy.score`."""
+        return last_use + self.bonus_s * math.log2(1 + hits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStanding:
+    """What decides whether a shard is worth its bytes."""
+
+    shard: str
+    real_bytes: int
+    score: float
+    """Highest score of its chunks and of all their descendants; `-inf` where none is alive."""
+
+
+def shards_to_drop(standings: Iterable[ShardStanding], needed_bytes: int) -> list[str]:
+    """Coldest shards whose removal frees `needed_bytes`.
+
+    Dropping a shard makes its chunks' descendants unreachable, wherever they lie, so its
+    score counts theirs. Fewer bytes than asked for may come back.
+    """
+    chosen: list[str] = []
+    freed = 0
+    for standing in sorted(standings, key=lambda s: (s.score, -s.real_bytes)):
+        if freed >= needed_bytes:
+            break
+        chosen.append(standing.shard)
+        freed += standing.real_bytes
+    return chosen
+
+
+@dataclass(slots=True, kw_only=True)
+class Rates:
+    """Measured speeds, for the choice between loading and computing. Zero: not yet measured."""
+
+    disk_bytes_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+
+    def saw_read(self, nbytes: int, seconds: float) -> None:
+        """One promotion of `nbytes` took `seconds`, queueing included."""
+        self.disk_bytes_per_s = _blend(self.disk_bytes_per_s, nbytes / max(seconds, 1e-6))
+
+    def saw_prefill(self, tokens: int, seconds: float) -> None:
+        """One step computed `tokens` prompt tokens in `seconds`."""
+        self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, tokens / max(seconds, 1e-6))
+
+    def is_worth_loading(self, nbytes: int, tokens: int) -> bool:
+        """Whether reading `nbytes` is predicted to be faster than computing `tokens` tokens."""
+        if not self.disk_bytes_per_s or not self.prefill_tokens_per_s:
+            return True
+        return nbytes / self.disk_bytes_per_s <= tokens / self.prefill_tokens_per_s
+
+
+def prefix_closed(wanted: Iterable[bytes], parents: Mapping[bytes, bytes | None]) -> list[bytes]:
+    """`wanted` with all ancestors, parents before children, each once, in the order of first need.
+
+    A chunk with an ancestor that `parents` does not know is left out: without its chain
+    it can't be hit.
+    """
+    order: dict[bytes, None] = {}
+    for key in wanted:
+        chain: list[bytes] = []
+        at: bytes | None = key
+        while at is not None and at not in order:
+            if at not in parents:
+                chain = []
+                break
+            chain.append(at)
+            at = parents[at]
+        order.update(dict.fromkeys(reversed(chain)))
+    return list(order)
+
+
+def _blend(old: float, new: float) -> float:
+    return new if not old else 0.7 * old + 0.3 * new
