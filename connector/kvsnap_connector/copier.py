@@ -7,6 +7,7 @@ because the CPU backend packs it per instruction set. A slot's slice is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -123,7 +124,7 @@ def stack_layers(layers: Sequence[Bytes]) -> Bytes | None:
     With it a block is one call; without, one call per layer.
     """
     addresses = [view.ctypes.data for view in layers]
-    steps = {after - before for before, after in zip(addresses, addresses[1:], strict=False)}
+    steps = {after - before for before, after in itertools.pairwise(addresses)}
     if len(steps) > 1 or len({view.strides for view in layers}) > 1:
         return None
     step = steps.pop() if steps else 0

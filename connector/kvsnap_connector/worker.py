@@ -74,9 +74,7 @@ class WorkerHalf:
     never gets its completion word, or one that says so.
     """
 
-    def __init__(
-        self, rank: int, copier: Copier, region: Region, *, blocks_per_chunk: int, is_writer: bool
-    ) -> None:
+    def __init__(self, rank: int, copier: Copier, region: Region, *, blocks_per_chunk: int, is_writer: bool) -> None:
         """`is_writer` is False on ranks that hold a replica of another rank's slice (MLA): they only load."""
         needed = blocks_per_chunk * copier.block_bytes
         if not needed <= region.stride:
