@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 MODEL_NAME = "model"
 
@@ -154,7 +154,8 @@ class Client:
         }
         if self._connection.sock is None:
             self._connection.connect()
-            self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected = cast("socket.socket", self._connection.sock)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
 
     def _start(self, prompt: Sequence[int], **options: Any) -> http.client.HTTPResponse:
@@ -212,7 +213,7 @@ class Metrics:
         return sums
 
     def prompt_tokens(self) -> dict[str, int]:
-        """Where the prompt tokens served so far came from: `computed`, and vLLM's cache sources (`device`, `host`, `disk`)."""
+        """Where prompt tokens came from so far: `computed`, and vLLM's cache sources (`device`, `host`, `disk`)."""
         cached = self.by_label("vllm:prompt_tokens_cached_by_source_total", "source")
         counts = {source: int(value) for source, value in cached.items()}
         counts["computed"] = int(self.total("vllm:prompt_tokens_total")) - sum(counts.values())

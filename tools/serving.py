@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tools.client import MODEL_NAME, Client
@@ -85,7 +85,7 @@ class Server:
         self.log_path = folder / f"{name}.log"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--enforce-eager", "--disable-uvicorn-access-log", *args]
+        command += ["--enforce-eager", "--disable-uvicorn-access-log", "--dtype", best_dtype(), *args]
         if connector is not None:
             transfer = connector_config(connector, role=role, module_path=module_path)
             command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -98,7 +98,7 @@ class Server:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.kill()
 
     def launch(self) -> None:
@@ -199,6 +199,17 @@ class Server:
         finally:
             self.kill()
         return self._process.returncode
+
+
+def best_dtype() -> str:
+    """The dtype that this machine computes fast: bfloat16 where the CPU (or a GPU) has it, else float32.
+
+    A CPU without AVX512-BF16 or AMX emulates bfloat16 products, about seven times slower than float32.
+    """
+    if shutil.which("nvidia-smi"):
+        return "bfloat16"
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(flags) else "float32"
 
 
 def free_port() -> int:
