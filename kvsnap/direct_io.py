@@ -111,7 +111,8 @@ def write_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return _write_bounced(fd, rest, offset)
+            buffer = aligned_buffer(min(BATCH_BYTES, padded(sum(len(view) for view in rest))))
+            return _write_bounced(fd, rest, offset, buffer)
         offset += done
         rest = _after(rest, done)
     return offset
@@ -132,6 +133,14 @@ def write_stream(fd: int, parts: Iterable[Sequence[memoryview]], offset: int = 0
             batch.append(view)
             size += len(view)
     return write_all(fd, batch, offset)
+
+
+def write_pieces(fd: int, pieces: Iterable[bytes | memoryview], offset: int = 0) -> int:
+    """Write bytes of any lengths and alignment, through an aligned buffer; returns the offset after them.
+
+    Under O_DIRECT their total must be a multiple of 4096. Raises OSError.
+    """
+    return _write_bounced(fd, pieces, offset, aligned_buffer(BATCH_BYTES))
 
 
 def supports_direct(directory: Path) -> bool:
@@ -171,10 +180,10 @@ def _survives(path: Path, page: memoryview, flag: int) -> bool:
             os.unlink(path)
 
 
-def _write_bounced(fd: int, views: Sequence[memoryview], offset: int) -> int:
-    buffer = aligned_buffer(min(BATCH_BYTES, padded(sum(len(view) for view in views))))
+def _write_bounced(fd: int, pieces: Iterable[bytes | memoryview], offset: int, buffer: memoryview) -> int:
     filled = 0
-    for view in views:
+    for piece in pieces:
+        view = memoryview(piece)
         while view:
             count = min(len(view), len(buffer) - filled)
             buffer[filled : filled + count] = view[:count]
