@@ -1,0 +1,308 @@
+"""A toy engine that drives the real planner, cache and DRAM file the way vLLM does.
+
+It has device blocks, a prefix cache of its own, chunked prefill, preemption and aborts,
+and real ranks that copy through `DramRegion`. The KV of a block is a pure function of
+all tokens up to its end (and the salt), so a wrong byte anywhere is seen at once: after
+every step, every block of every running request is compared with what it must hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvsnap.cache import CacheOptions, TieredCache
+from kvsnap.namespace import Namespace
+from kvsnap.tiers.disk import DiskTier
+from kvsnap.tiers.dram import DramRegion, DramTier
+from kvsnap_connector.metadata import CopyOp, StepPlan, WorkerReport
+from kvsnap_connector.planner import Planner
+
+
+@dataclass
+class ToyRequest:
+    """One request; also what the planner sees of it."""
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    salt: str | None = None
+    cacheable: str | None = None
+    wants_store: bool = True
+    may_load: bool = True
+    max_tokens: int = 1
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    is_running: bool = False
+    loaded_tokens: int = 0
+    asked: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def request(request_id: str, tokens: Sequence[int], **kwargs: object) -> ToyRequest:
+    """A request for these prompt tokens."""
+    return ToyRequest(request_id, list(tokens), len(tokens), **kwargs)  # type: ignore[arg-type]
+
+
+class ToyEngine:
+    """See the module. Close it (`stop`) or drop it as a kill would (`kill`)."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        cache_dir: Path,
+        dram_dir: Path,
+        *,
+        slots: int = 8,
+        num_blocks: int = 64,
+        step_tokens: int = 128,
+        prefix_caching: bool = True,
+        options: CacheOptions | None = None,
+        disk_cap: int | None = 1 << 30,
+        threads: bool = True,
+    ) -> None:
+        self.namespace = namespace
+        self.size = namespace.layout.block_tokens
+        self.step_tokens = step_tokens
+        self.prefix_caching = prefix_caching
+        geometry = namespace.geometry
+        self.ranks = namespace.layout.world_size
+        chunk = geometry.chunk_bytes(namespace.chunk_tokens)
+        tables = 8192 * 3 + slots * (1024 + 8 * self.ranks)
+        dram = DramTier.open(
+            dram_dir,
+            cache_dir,
+            namespace.id(),
+            geometry,
+            budget_bytes=slots * chunk + tables + 64 * self.ranks,
+            ranks=self.ranks,
+        )
+        self.disk = None if disk_cap is None else DiskTier(cache_dir, namespace, cap_bytes=disk_cap)
+        self.cache = TieredCache(namespace, dram, self.disk, options)
+        self.planner = Planner(self.cache)
+        self.regions = [
+            DramRegion.attach(dram.path, dram.nonce.hex(), rank=rank, slice_index=namespace.layout.slice_of_rank(rank))
+            for rank in range(self.ranks)
+        ]
+        self.block_bytes = [geometry.slice_bytes(i, 1) for i in range(geometry.num_slices)]
+        self.device = [
+            np.zeros((num_blocks, self.block_bytes[namespace.layout.slice_of_rank(r)]), dtype=np.uint8)
+            for r in range(self.ranks)
+        ]
+        self.free = list(range(num_blocks - 1, 0, -1))  # block 0 is the null block
+        self.hashed: dict[bytes, int] = {}
+        self.waiting: list[ToyRequest] = []
+        self.running: list[ToyRequest] = []
+        self.preempted_ids: list[str] = []
+        self.finished_ids: list[str] = []
+        self.events: list[str] = []
+        if threads:
+            self.cache.start()
+
+    # -- what a client does ----------------------------------------------------------
+
+    def submit(self, req: ToyRequest) -> ToyRequest:
+        self.planner.new_request(req)
+        self.waiting.append(req)
+        return req
+
+    def run(self, *requests: ToyRequest, max_steps: int = 3000) -> None:
+        """Submit and step until all are finished."""
+        for req in requests:
+            self.submit(req)
+        steps = 0
+        while self.waiting or self.running:
+            self.step()
+            steps += 1
+            assert steps < max_steps, "a request hangs"
+
+    def abort(self, req: ToyRequest) -> None:
+        for queue in (self.waiting, self.running):
+            if req in queue:
+                queue.remove(req)
+                self._free(req)
+                self.planner.finished(req.request_id)
+
+    def preempt(self, req: ToyRequest) -> None:
+        self.running.remove(req)
+        self._free(req)
+        req.computed, req.is_running = 0, False
+        self.preempted_ids.append(req.request_id)
+        self.waiting.insert(0, req)
+
+    def reset(self, *, connector: bool = True) -> None:
+        """Empty the engine's own prefix cache; nothing may be running."""
+        assert not self.running
+        self.hashed.clear()
+        if connector:
+            self.planner.reset()
+
+    def stop(self) -> None:
+        self.cache.flush(10.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End without telling anybody: only what is durable stays."""
+        for region in self.regions:
+            region.close()
+        self.cache.close()
+
+    # -- one step, in vLLM's order ---------------------------------------------------
+
+    def step(self) -> StepPlan:
+        scheduled: list[tuple[ToyRequest, int, int]] = []
+        budget = self.step_tokens
+        for req in list(self.running):
+            count = min(budget, req.num_tokens - req.computed)
+            if count <= 0 or not self._allocate(req, req.computed + count):
+                continue
+            scheduled.append((req, req.computed, count))
+            budget -= count
+        for req in list(self.waiting):
+            if budget <= 0:
+                break
+            admitted = self._admit(req, budget)
+            if admitted:
+                scheduled.append((req, req.computed, admitted))
+                budget -= admitted
+        self.planner.preempted(self.preempted_ids)
+        self.preempted_ids = []
+        plan = self.planner.plan_step(
+            [(req.request_id, computed, count, lambda req=req: req.blocks) for req, computed, count in scheduled]
+        )
+        self._load(plan)
+        for req, computed, count in scheduled:
+            self._compute(req, computed, computed + count)
+        failed = self._store(plan)
+        for req, computed, count in scheduled:
+            req.computed = computed + count
+            self._check(req)
+            if req.computed == req.num_tokens:
+                if req.num_tokens - req.num_prompt_tokens < req.max_tokens - 1:
+                    req.token_ids.append((req.num_tokens * 7919) % 50000)
+                else:
+                    self.running.remove(req)
+                    self._free(req)
+                    self.planner.finished(req.request_id)
+        self.planner.step_done([WorkerReport(rank=rank, failed=ops) for rank, ops in failed.items()])
+        return plan
+
+    def _admit(self, req: ToyRequest, budget: int) -> int:
+        local = self._local_hit(req)
+        req.asked += 1
+        external, _ = self.planner.match(req, len(local) * self.size)
+        if external is None:
+            return 0
+        assert external % self.size == 0
+        assert external >= 0
+        start = len(local) * self.size + external
+        assert start <= req.num_tokens - 1, "nothing is left to compute: vLLM would die"
+        count = min(budget, req.num_tokens - start)
+        if len(set(self.free) - set(local)) < -(-(start + count) // self.size) - len(local):
+            return 0
+        self.free = [block for block in self.free if block not in local]
+        req.blocks = list(local)
+        self._allocate(req, start + count)
+        req.computed = start
+        self.planner.admitted(req, req.blocks, external)
+        req.loaded_tokens += external
+        self.waiting.remove(req)
+        self.running.append(req)
+        for i in range(len(local), start // self.size):  # published before they are loaded, as vLLM does
+            self._publish(req, i)
+        return count
+
+    def _local_hit(self, req: ToyRequest) -> list[int]:
+        found: list[int] = []
+        if self.prefix_caching:
+            for i in range((req.num_tokens - 1) // self.size):
+                block = self.hashed.get(self._content_key(req, i))
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def _allocate(self, req: ToyRequest, tokens: int) -> bool:
+        needed = -(-tokens // self.size) - len(req.blocks)
+        if needed > len(self.free):
+            return False
+        for _ in range(max(0, needed)):
+            block = self.free.pop()
+            for key in [key for key, held in self.hashed.items() if held == block]:
+                del self.hashed[key]
+            req.blocks.append(block)
+        return True
+
+    def _free(self, req: ToyRequest) -> None:
+        in_use = {block for other in self.running if other is not req for block in other.blocks}
+        for block in req.blocks:
+            if block not in in_use and block not in self.free:
+                self.free.insert(0, block)
+        req.blocks = []
+
+    def _publish(self, req: ToyRequest, i: int) -> None:
+        if self.prefix_caching:
+            self.hashed.setdefault(self._content_key(req, i), req.blocks[i])
+
+    # -- the model and the workers ---------------------------------------------------
+
+    def _content_key(self, req: ToyRequest, i: int) -> bytes:
+        tokens = np.array(req.token_ids[: (i + 1) * self.size], dtype=np.uint32).tobytes()
+        return hashlib.sha256(repr(req.salt).encode() + tokens).digest()
+
+    def kv(self, req: ToyRequest, i: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """What block i of the request must hold on a rank."""
+        part = self.namespace.layout.slice_of_rank(rank)
+        seed = hashlib.sha256(self._content_key(req, i) + bytes([part])).digest()
+        return np.resize(np.frombuffer(seed, dtype=np.uint8), self.block_bytes[part])
+
+    def _compute(self, req: ToyRequest, start: int, end: int) -> None:
+        for i in range(start // self.size, end // self.size):
+            for rank, device in enumerate(self.device):
+                device[req.blocks[i]] = self.kv(req, i, rank)
+            self._publish(req, i)
+
+    def _check(self, req: ToyRequest) -> None:
+        for i in range(req.computed // self.size):
+            for rank, device in enumerate(self.device):
+                assert (device[req.blocks[i]] == self.kv(req, i, rank)).all(), (
+                    f"block {i} of {req.request_id} is wrong on rank {rank}"
+                )
+
+    def _area(self, op: CopyOp, rank: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        part = self.namespace.layout.slice_of_rank(rank)
+        size = self.block_bytes[part]
+        start = op.first_block * size
+        return self.regions[rank].area(op.slot)[start : start + size * len(op.block_ids)]
+
+    def _load(self, plan: StepPlan) -> None:
+        for rank, region in enumerate(self.regions):
+            for op in plan.loads:
+                assert region.may_read(op.slot, op.generation), "a promised slot changed"
+                part = self.namespace.layout.slice_of_rank(rank)
+                data = self._area(op, rank).reshape(len(op.block_ids), self.block_bytes[part])
+                self.device[rank][op.block_ids] = data
+            region.finish_loads(plan.seq)
+
+    def _store(self, plan: StepPlan) -> dict[int, list[tuple[int, int]]]:
+        failed: dict[int, list[tuple[int, int]]] = {}
+        for rank, region in enumerate(self.regions):
+            part = self.namespace.layout.slice_of_rank(rank)
+            is_writer = self.namespace.layout.slices[part].ranks[0] == rank
+            for op in plan.stores:
+                ok = region.may_fill(op.slot, op.generation)
+                if ok and is_writer:
+                    self._area(op, rank)[:] = self.device[rank][op.block_ids].reshape(-1)
+                    used = self.block_bytes[part] * len(op.block_ids)
+                    region.area(op.slot)[used : -(-used // 4096) * 4096] = 0
+                region.complete(op.slot, op.generation, ok=ok)
+                if not ok:
+                    failed.setdefault(rank, []).append((op.slot, op.generation))
+        return failed
