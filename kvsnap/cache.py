@@ -224,7 +224,8 @@ class TieredCache:
         Every piece must be ready. From here until `release` or the end of the load the
         bytes stay as they are, whatever becomes of the chunks.
         """
-        room = max(1, int(self.options.promise_share * self.residency.num_slots)) - self._num_promised
+        share = self.options.promise_share if self._num_promised else 1.0  # a single request may have all
+        room = int(share * self.residency.num_slots) - self._num_promised
         pieces = match.pieces[: max(0, room)]
         end = match.start_tokens + self._block_tokens * sum(piece.num_blocks for piece in pieces)
         with self.lock:
@@ -379,13 +380,15 @@ class TieredCache:
         with self.lock:
             cold = [c for c in self.residency.index if c.state == ABSENT and c.shard is not None]
             cold.sort(key=lambda c: (-self.residency.score(c), c.depth))
-            parents = {c.key: c.parent.key if c.parent else None for c in self.residency.index}
-            by_key = {c.key: c for c in cold}
+            parents: dict[bytes, bytes | None] = {
+                c.key: c.parent.key if c.parent else None for c in self.residency.index
+            }
+            by_key: dict[bytes, Chunk] = {c.key: c for c in cold}
             room = self.residency.num_free
         wanted: list[Chunk] = []
         used = 0
         for key in prefix_closed((c.key for c in cold), parents):
-            chunk = by_key.get(ChunkKey(key))
+            chunk = by_key.get(key)
             if chunk is None:
                 continue
             used += self.geometry.chunk_bytes(chunk.tokens)

@@ -137,7 +137,9 @@ class Promoter:
             self._warn("storage", f"{error}; treated as a miss")
             self._cache.writer.lose(job.shard, chunk)
             return False
-        self._cache.rates.saw_read(nbytes, time.monotonic() - started)
+        # Several are in flight, so one read's share of the disk is not the disk's speed.
+        in_flight = max(1, min(self.num_pending, self._num_threads))
+        self._cache.rates.saw_read(nbytes * in_flight, time.monotonic() - started)
         if not good:
             self._cache.counts["damaged_chunks"] += 1
             log.warning("kvsnap: shard %s is damaged at chunk %s: treated as a miss", job.shard, chunk.key.hex()[:12])

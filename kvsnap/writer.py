@@ -186,7 +186,7 @@ class Writer:
             return
         if now >= self._next_directory:
             self._next_directory = now + _DIRECTORY_EVERY_S
-            self._read_directory()
+            self.read_directory()
             self._clean()
         if now >= self._next_usage:
             self._next_usage = now + _USAGE_EVERY_S
@@ -211,7 +211,7 @@ class Writer:
             finally:
                 cache.set_checksum(chunk, slot, generation, digest)
 
-    def _read_directory(self) -> None:
+    def read_directory(self) -> None:
         assert self._cache.disk is not None
         fresh, vanished = self._cache.disk.poll()
         with self._cache.lock:

@@ -9,6 +9,7 @@ every step, every block of every running request is compared with what it must h
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,7 @@ class ToyEngine:
         options: CacheOptions | None = None,
         disk_cap: int | None = 1 << 30,
         threads: bool = True,
+        load_policy: str = "always",
     ) -> None:
         self.namespace = namespace
         self.size = namespace.layout.block_tokens
@@ -86,7 +88,7 @@ class ToyEngine:
         )
         self.disk = None if disk_cap is None else DiskTier(cache_dir, namespace, cap_bytes=disk_cap)
         self.cache = TieredCache(namespace, dram, self.disk, options)
-        self.planner = Planner(self.cache)
+        self.planner = Planner(self.cache, load_policy=load_policy)
         self.regions = [
             DramRegion.attach(dram.path, dram.nonce.hex(), rank=rank, slice_index=namespace.layout.slice_of_rank(rank))
             for rank in range(self.ranks)
@@ -152,6 +154,7 @@ class ToyEngine:
         """End without telling anybody: only what is durable stays."""
         for region in self.regions:
             region.close()
+        self.regions = []
         self.cache.close()
 
     # -- one step, in vLLM's order ---------------------------------------------------
@@ -172,6 +175,8 @@ class ToyEngine:
             if admitted:
                 scheduled.append((req, req.computed, admitted))
                 budget -= admitted
+        if not scheduled:
+            time.sleep(0.001)  # as vLLM does
         self.planner.preempted(self.preempted_ids)
         self.preempted_ids = []
         plan = self.planner.plan_step(

@@ -1,0 +1,462 @@
+"""The planner: which hits are promised, what the workers copy, when.
+
+Called by the engine's scheduler between steps, so nothing here waits: look-ups, and
+bookkeeping of promises and plans. Without vLLM's types, so that tests drive it with
+plain objects; `connector.py` translates.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvsnap.cache import Match, Promise, TieredCache
+from kvsnap.index import READING, READY, Chunk
+from kvsnap.keys import ChunkKey, KeyChain, root_key, scope_name
+from kvsnap_connector.metadata import CopyOp, StepPlan, WorkerReport
+from kvsnap_connector.requests import RequestState, RequestView
+
+log = logging.getLogger(__name__)
+
+MAX_WAITERS = 64
+"""Requests that may wait for promotions at the same time."""
+_MAX_ROUNDS = 3
+_PROBE_EVERY_S = 30.0
+_PREFILL_STEP_TOKENS = 64
+"""A step with fewer tokens says nothing about the speed of prefill."""
+
+Scheduled = tuple[str, int, int, Callable[[], Sequence[int]]]
+"""(request id, tokens computed before the step, tokens scheduled, its current full block table)."""
+
+
+class Planner:
+    """Decides for one engine.
+
+    Args:
+        cache: Both tiers.
+        may_store, may_load: From `kv_role`.
+        async_loads: Whether loads are reported by `finished_recving` (model runner V2).
+        load_policy: `auto` or `always`.
+        lookup_seconds: Longest wait for a promotion.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        *,
+        may_store: bool = True,
+        may_load: bool = True,
+        async_loads: bool = False,
+        load_policy: str = "auto",
+        lookup_seconds: float = 2.0,
+    ) -> None:
+        self.cache = cache
+        self.off_reason: str | None = None
+        self.misses: Counter[str] = Counter()
+        """Why prompts got less than they could have, by reason (invariant 9)."""
+        self._may_store, self._may_load, self._async = may_store, may_load, async_loads
+        self._load_policy, self._lookup_seconds = load_policy, lookup_seconds
+        self._chunk_tokens = cache.namespace.chunk_tokens
+        self._block_tokens = cache.namespace.layout.block_tokens
+        self._roots: dict[str | None, ChunkKey] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._num_waiting = 0
+        self._seq = 0
+        self._loads: list[CopyOp] = []
+        self._async_loads: dict[str, list[CopyOp]] = {}
+        self._fresh_blocks: set[int] | None = None
+        self._next_probe = 0.0
+        self._step: tuple[int, float] | None = None
+        self._reported: Counter[str] = Counter()
+
+    # -- a request arrives, is asked about, is admitted, ends -------------------------
+
+    def new_request(self, request: RequestView) -> None:
+        """Start to follow a request."""
+        self._state(request)
+
+    def match(self, request: RequestView, num_local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the engine's own hit kvsnap will load.
+
+        Returns:
+            (tokens, whether asynchronously); (None, False): ask again in the next step.
+        """
+        state = self._state(request)
+        limit = state.end_of_tokens(self._block_tokens)
+        blocked = self._why_not(state, num_local_tokens, limit)
+        if blocked is not None:
+            return self._no_hit(state, blocked)
+        memo = (self.cache.residency.version, num_local_tokens, limit)
+        is_late = state.is_waiting and time.monotonic() >= state.deadline
+        if state.memo == memo and not is_late:
+            return self._reply(state.answer)
+        self._release(state)
+        self._extend(state)
+        state.answer = self._look_up(state, num_local_tokens, limit)
+        state.memo = (self.cache.residency.version, num_local_tokens, limit)
+        self._set_waiting(state, state.answer is None)
+        return self._reply(state.answer)
+
+    def admitted(self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """The request got its blocks; `num_external_tokens` of them are to be loaded now."""
+        state = self._state(request)
+        self._set_waiting(state, waits=False)
+        state.memo = None
+        promise, state.promise = state.promise, None
+        if num_external_tokens > 0:
+            ops = self._plan_load(state, promise, block_ids, num_external_tokens)
+            if self._async:
+                self._async_loads[request.request_id] = ops
+            else:
+                self._loads.extend(ops)
+        if promise is not None:
+            self.cache.release(promise)
+
+    def hit_sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
+        """Tokens of the last hit by tier, `host` or `disk`; they add up to the argument."""
+        state = self._requests.get(request_id)
+        sources = state.sources if state is not None else {}
+        if sum(sources.values()) != num_external_tokens:
+            return {"host": num_external_tokens}
+        return dict(sources)
+
+    def finished(self, request_id: str) -> None:
+        """The request is over, for whatever reason; copies under way go on."""
+        state = self._requests.pop(request_id, None)
+        if state is not None:
+            self._set_waiting(state, waits=False)
+            self._release(state)
+
+    def preempted(self, request_ids: Iterable[str]) -> None:
+        """The requests lost their blocks; they will be asked about again."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.next_chunk = 0
+                state.is_resumed = True
+                state.memo = None
+
+    # -- a step ----------------------------------------------------------------------
+
+    def plan_step(self, scheduled: Sequence[Scheduled]) -> StepPlan:
+        """What the workers copy in this step: the loads of its admissions, and chunks that it completes."""
+        self._seq += 1
+        plan = StepPlan(seq=self._seq, epoch=self.cache.dram.epoch, loads=self._loads, async_loads=self._async_loads)
+        self._loads, self._async_loads = [], {}
+        num_tokens = 0
+        for request_id, num_computed, num_scheduled, table in scheduled:
+            num_tokens += num_scheduled
+            state = self._requests.get(request_id)
+            if state is not None:
+                self._note_blocks(state, num_computed, num_scheduled, table)
+                if state.may_store and state.epoch == self.cache.dram.epoch and self.off_reason is None:
+                    self._plan_stores(plan, state, num_computed, num_scheduled, table)
+        self._step = (num_tokens, time.monotonic()) if num_tokens >= _PREFILL_STEP_TOKENS else None
+        return plan
+
+    def step_done(self, reports: Sequence[WorkerReport] = ()) -> None:
+        """A step's output is back."""
+        if self._step is not None:
+            self.cache.rates.saw_prefill(self._step[0], time.monotonic() - self._step[1])
+            self._step = None
+        for report in reports:
+            for slot, generation in report.failed:
+                self.cache.fail(slot, generation)
+        if self.cache.has_pending_copies:
+            self.cache.poll()
+
+    # -- the whole engine ------------------------------------------------------------
+
+    def reset(self) -> bool:
+        """The engine's prefix cache was reset: nothing in DRAM from before is served again."""
+        for state in self._requests.values():
+            self._release(state)
+            self._set_waiting(state, waits=False)
+            state.memo = None
+        dropped = self.cache.reset()
+        self._fresh_blocks = set()
+        log.info("kvsnap: reset: %d chunks in DRAM made unreachable", dropped)
+        return True
+
+    def take_stats(self) -> dict[str, int]:
+        """Counters that moved, by how much, since the last call."""
+        now = Counter(self.cache.counts)
+        now.update({f"miss_{reason.split(':')[0].replace(' ', '_')}": n for reason, n in self.misses.items()})
+        moved = {name: value - self._reported[name] for name, value in now.items() if value != self._reported[name]}
+        self._reported = now
+        return moved
+
+    def status(self) -> dict[str, Any]:
+        """The cache's status and this engine's requests."""
+        return {
+            **self.cache.status(),
+            "off_reason": self.off_reason,
+            "requests": len(self._requests),
+            "waiting": self._num_waiting,
+            "misses": dict(self.misses),
+        }
+
+    # -- inside: look-up -------------------------------------------------------------
+
+    def _state(self, request: RequestView) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            salt = request.salt
+            root = self._roots.get(salt)
+            if root is None:
+                root = root_key(self.cache.namespace.identity.hash(), self._chunk_tokens, salt=salt)
+                if salt is None:
+                    self._roots[salt] = root  # salts are many; only the plain root is worth keeping
+            state = RequestState(
+                view=request,
+                chain=KeyChain(root, self._chunk_tokens, self._block_tokens),
+                scope=scope_name(lora=None, mm=False, salted=salt is not None),
+                epoch=self.cache.dram.epoch,
+                may_store=self._may_store and request.wants_store and request.cacheable is None,
+            )
+            self._requests[request.request_id] = state
+        return state
+
+    def _why_not(self, state: RequestState, num_local_tokens: int, limit: int) -> str | None:
+        if self.off_reason is not None:
+            return "off: " + self.off_reason
+        if state.view.cacheable is not None:
+            return "request not cacheable: " + state.view.cacheable
+        if not self._may_load or not state.view.may_load:
+            return "loading not allowed by role or request"
+        if limit <= 0:
+            return f"prompt below minimum: {self._block_tokens + 1} tokens"
+        if limit <= num_local_tokens:
+            return "engine holds it all itself"
+        return None
+
+    def _look_up(self, state: RequestState, num_local_tokens: int, limit: int) -> int | None:
+        match = self.cache.match(state.chain, num_local_tokens, limit)
+        if match.num_tokens <= 0:
+            self._miss(state, "not in the tiers")
+            return 0
+        if not match.is_ready:
+            if self._may_wait(state, match):
+                return None
+            match = match.ready_part(self._block_tokens)
+            if match.num_tokens <= 0:
+                return 0
+        promise = self.cache.promise(match)
+        if promise.num_tokens < match.num_tokens:
+            self._miss(state, "too much promised to waiting requests")
+        state.promise = promise
+        return promise.num_tokens
+
+    def _may_wait(self, state: RequestState, match: Match) -> bool:
+        cold = [piece.chunk for piece in match.pieces if piece.chunk.state != READY]
+        now = time.monotonic()
+        if not state.deadline:
+            if self._num_waiting >= MAX_WAITERS:
+                self._miss(state, "too many requests wait already")
+                return False
+            if not self._is_worth_it(cold, match):
+                self._miss(state, "reading predicted slower than computing")
+                self._probe(cold, now)
+                return False
+            state.deadline = now + self._lookup_seconds
+            state.note_cold(match)
+        if now >= state.deadline:
+            self._miss(state, "promotion took longer than lookup_seconds")
+            return False
+        if any(chunk.state == READING for chunk in cold):
+            return True
+        if state.rounds >= _MAX_ROUNDS:
+            self._miss(state, "no free slots for promotion")
+            return False
+        state.rounds += 1
+        if self.cache.promote(cold) == 0 and not self.cache.is_moving(cold):
+            self._miss(state, "no free slots for promotion")
+            return False
+        return True
+
+    def _is_worth_it(self, cold: Sequence[Chunk], match: Match) -> bool:
+        if self._load_policy == "always":
+            return True
+        nbytes = sum(self.cache.geometry.chunk_bytes(chunk.tokens) for chunk in cold if chunk.slot < 0)
+        ready = match.ready_part(self._block_tokens).num_tokens
+        return self.cache.rates.is_worth_loading(nbytes, match.num_tokens - ready)
+
+    def _probe(self, cold: Sequence[Chunk], now: float) -> None:
+        """Read one chunk now and then although it is slow, to notice when it no longer is."""
+        if now >= self._next_probe:
+            self._next_probe = now + _PROBE_EVERY_S
+            self.cache.promote(cold[:1])
+
+    def _extend(self, state: RequestState) -> None:
+        if state.chain.num_tokens < state.view.num_tokens:
+            state.chain.extend(state.view.token_ids)
+
+    def _reply(self, answer: int | None) -> tuple[int | None, bool]:
+        return answer, bool(answer) and self._async
+
+    def _no_hit(self, state: RequestState, reason: str) -> tuple[int, bool]:
+        self._release(state)
+        self._set_waiting(state, waits=False)
+        self._miss(state, reason)
+        return 0, False
+
+    def _miss(self, state: RequestState, reason: str) -> None:
+        if not state.has_seen_miss:  # one reason a request: asked every step while it waits
+            state.has_seen_miss = True
+            self.misses[reason] += 1
+            log.debug("kvsnap: request %s: miss: %s", state.view.request_id, reason)
+
+    def _set_waiting(self, state: RequestState, waits: bool) -> None:
+        if state.is_waiting != waits:
+            state.is_waiting = waits
+            self._num_waiting += 1 if waits else -1
+
+    def _release(self, state: RequestState) -> None:
+        if state.promise is not None:
+            self.cache.release(state.promise)
+            state.promise = None
+
+    # -- inside: loads ---------------------------------------------------------------
+
+    def _plan_load(
+        self, state: RequestState, promise: Promise | None, block_ids: Sequence[int], num_tokens: int
+    ) -> list[CopyOp]:
+        """Copies for the first `num_tokens` promised tokens, in order of position."""
+        request_id = state.view.request_id
+        size = self._block_tokens
+        if promise is None or num_tokens > promise.num_tokens:
+            # Never seen, and never to be answered with what is not there: a generation that
+            # no slot has makes the workers report these blocks, and vLLM computes them.
+            log.error("kvsnap: request %s was admitted with %d tokens not promised", request_id, num_tokens)
+            return [CopyOp(slot=0, generation=0, first_block=0, block_ids=list(block_ids), request_id=request_id)]
+        ops: list[CopyOp] = []
+        slots: list[int] = []
+        used: list[Chunk] = []
+        state.sources = {}
+        at, left = promise.start_tokens // size, num_tokens // size
+        for piece, (slot, generation) in zip(promise.pieces, promise.places, strict=True):
+            blocks = min(piece.num_blocks, left)
+            if blocks <= 0:
+                break
+            ops.append(
+                CopyOp(
+                    slot=slot,
+                    generation=generation,
+                    first_block=piece.first_block,
+                    block_ids=list(block_ids[at : at + blocks]),
+                    request_id=request_id,
+                )
+            )
+            slots.append(slot)
+            used.append(piece.chunk)
+            tier = "disk" if piece.chunk.key in state.from_disk else "host"
+            state.sources[tier] = state.sources.get(tier, 0) + blocks * size
+            at, left = at + blocks, left - blocks
+        self.cache.begin_load(self._seq + 1, slots)
+        self.cache.touch(used, hit=True)
+        for tier, tokens in state.sources.items():
+            self.cache.counts[f"hit_tokens_{tier}"] += tokens
+        state.loaded = (promise.start_tokens, promise.start_tokens + num_tokens)
+        if self._fresh_blocks is not None:
+            for op in ops:
+                self._fresh_blocks.update(op.block_ids)
+        return ops
+
+    # -- inside: stores --------------------------------------------------------------
+
+    def _plan_stores(
+        self,
+        plan: StepPlan,
+        state: RequestState,
+        num_computed: int,
+        num_scheduled: int,
+        table: Callable[[], Sequence[int]],
+    ) -> None:
+        view = state.view
+        # Tokens whose KV exists after this step and whose ids are confirmed: right for chunked
+        # prefill, asynchronous scheduling and speculative decoding alike.
+        valid_end = min(num_computed + num_scheduled, view.num_tokens)
+        ends_prompt = num_computed < view.num_prompt_tokens <= num_computed + num_scheduled
+        if (state.next_chunk + 1) * self._chunk_tokens > valid_end and not ends_prompt:
+            return
+        self._extend(state)
+        blocks = table()
+        while state.may_store and (state.next_chunk + 1) * self._chunk_tokens <= valid_end:
+            i = state.next_chunk
+            start = i * self._chunk_tokens
+            self._store(plan, state, i, state.chain.keys[i], start + self._chunk_tokens, blocks)
+            state.next_chunk += 1
+        if ends_prompt and state.may_store:
+            self._store_short(plan, state, blocks)
+
+    def _store_short(self, plan: StepPlan, state: RequestState, blocks: Sequence[int]) -> None:
+        """Store the whole blocks after the prompt's last full chunk."""
+        i, rest = divmod(state.view.num_prompt_tokens, self._chunk_tokens)
+        tokens = rest // self._block_tokens * self._block_tokens
+        if tokens == 0 or i != state.next_chunk:
+            return
+        start = i * self._chunk_tokens
+        if self.cache.is_covered(state.chain.tail_block_keys(i, start + tokens)):
+            return
+        self._store(plan, state, i, state.chain.short_key(i, tokens), start + tokens, blocks, is_last=True)
+
+    def _store(
+        self,
+        plan: StepPlan,
+        state: RequestState,
+        i: int,
+        key: ChunkKey,
+        end: int,
+        blocks: Sequence[int],
+        *,
+        is_last: bool = False,
+    ) -> None:
+        start = i * self._chunk_tokens
+        present = self.cache.in_dram(key)
+        if present is not None:
+            is_own = state.is_resumed or (state.loaded[0] < end and start < state.loaded[1])
+            if not is_own:
+                self.cache.touch([present], hit=True)
+            return
+        ids = list(blocks[start // self._block_tokens : end // self._block_tokens])
+        if not self._are_storable(ids, (end - start) // self._block_tokens):
+            state.may_store = False
+            return
+        place = self.cache.begin_store(
+            key,
+            state.chain.parent_of(i),
+            depth=i,
+            tokens=end - start,
+            scope=state.scope,
+            block_keys=state.chain.tail_block_keys(i, end),
+        )
+        if place is None:
+            state.may_store = is_last  # what comes after would have no parent
+            return
+        plan.stores.append(
+            CopyOp(
+                slot=place[0], generation=place[1], first_block=0, block_ids=ids, request_id=state.view.request_id
+            )
+        )
+
+    def _are_storable(self, ids: Sequence[int], count: int) -> bool:
+        """Real blocks, all of them, and (after a reset) all computed since."""
+        if len(ids) != count or 0 in ids:  # block 0 is vLLM's null block
+            return False
+        return self._fresh_blocks is None or self._fresh_blocks.issuperset(ids)
+
+    def _note_blocks(
+        self, state: RequestState, num_computed: int, num_scheduled: int, table: Callable[[], Sequence[int]]
+    ) -> None:
+        """After a reset: remember which blocks were computed since."""
+        if self._fresh_blocks is None:
+            return
+        size = self._block_tokens
+        ids = table()[num_computed // size : -(-(num_computed + num_scheduled) // size)]
+        if state.epoch == self.cache.dram.epoch:
+            self._fresh_blocks.update(ids)
+        else:
+            self._fresh_blocks.difference_update(ids)
