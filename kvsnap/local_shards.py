@@ -58,13 +58,12 @@ def scan_shards(directory: Path, ns: Namespace) -> LocalScan:
     for path in shard_paths(directory):
         try:
             with open_shard(path) as fd:
-                header = read_header(fd, expect=ns)
+                header = read_open_header(fd, ns)
                 mtime = os.fstat(fd).st_mtime
         except NotFoundError:
             continue
         except (CorruptChunkError, IncompatibleError, StorageError) as error:
-            reason = re.sub(r"^file descriptor \d+ ", "", str(error))
-            damaged.append(DamagedShard(id=path.stem, path=path, reason=reason))
+            damaged.append(DamagedShard(id=path.stem, path=path, reason=str(error)))
         else:
             shards.append(LocalShard(id=path.stem, path=path, header=header, mtime=mtime))
     return LocalScan(tuple(shards), tuple(damaged))
@@ -79,7 +78,7 @@ def shard_paths(directory: Path) -> list[Path]:
 def read_usage(directory: Path) -> dict[ChunkKey, tuple[int, float]]:
     """Hits and last use of chunks as the engines wrote them down; nothing if there is no good `usage` file."""
     try:
-        return usage.decode((directory / paths.USAGE).read_bytes())
+        return usage.read(directory / paths.USAGE)
     except (OSError, CorruptChunkError):
         return {}
 
@@ -102,6 +101,17 @@ def open_shard(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def read_open_header(fd: int, ns: Namespace) -> ShardHeader:
+    """`read_header` of an open file; messages start with what is wrong, since the caller knows the name."""
+    try:
+        return read_header(fd, expect=ns)
+    except (CorruptChunkError, IncompatibleError, StorageError) as error:
+        text = re.sub(r"^file descriptor \d+ (?:is damaged: )?", "", str(error))
+        if isinstance(error, IncompatibleError):
+            raise IncompatibleError(text, error.fields) from None
+        raise type(error)(text) from None
 
 
 class FdReader:

@@ -39,7 +39,8 @@ class Uploader:
         self._repository = repository
         self._base = base
         self._rows = {} if base is None else {key: row for row, key in enumerate(base[1].keys())}
-        self._done: dict[str, UploadedShard] = {}
+        self.done: dict[str, UploadedShard] = {}
+        """What was brought so far, by shard id."""
 
     def upload(self, shard: LocalShard, wanted: Sequence[ChunkEntry]) -> UploadedShard:
         """Make sure that the repository holds `shard`.
@@ -49,10 +50,10 @@ class Uploader:
             CorruptChunkError: it is damaged there; the message names the chunk. Nothing was stored.
             StorageError: it can't be read, or the repository failed.
         """
-        done = self._done.get(shard.id)
+        done = self.done.get(shard.id)
         if done is None or not all(entry.key in done.blake3 for entry in wanted):
             done = self._find(shard, wanted) or self._send(shard)
-            self._done[shard.id] = done
+            self.done[shard.id] = done
         return done
 
     def _find(self, shard: LocalShard, wanted: Sequence[ChunkEntry]) -> UploadedShard | None:

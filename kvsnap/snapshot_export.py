@@ -1,0 +1,363 @@
+"""Export: from a cache directory into a repository, as one snapshot.
+
+What the snapshot holds is cut at the call: live engines flush, then the shards that are
+there are listed. Everything becomes durable in one order, so that whatever can be listed
+is complete: shards, catalog, manifest, ref (invariant 3). Killed before the manifest, an
+export leaves objects that no snapshot names; the next one finds and uses them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvsnap
+from kvsnap.canonical import sha256_hex
+from kvsnap.catalog import Catalog, encode_catalog
+from kvsnap.engines import FLUSH_TIMEOUT_S, flush_engines
+from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
+from kvsnap.local_shards import read_usage, scan_shards
+from kvsnap.manifest import CatalogRecord, Digest, Manifest, ShardRecord, Totals
+from kvsnap.namespace import Namespace
+from kvsnap.repository import Repository, catalog_name, manifest_name, now_text, ref_name
+from kvsnap.selection import SELECTS, Select, Selection, select_chunks
+from kvsnap.tiers.paths import open_namespaces
+from kvsnap.transfer import Progress
+from kvsnap.upload import UploadedShard, Uploader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What an export did."""
+
+    snapshot: Digest
+    """Id of the snapshot."""
+    url: str
+    tag: str | None
+    """The ref that names it now, if one was asked for."""
+    is_new: bool
+    """False: the repository had a snapshot of the same shards and chunks; nothing was published."""
+    namespace: str
+    """Id of the namespace, 64 hex."""
+    parent: Digest | None
+    """The snapshot that it follows."""
+    num_chunks: int
+    num_tokens: int
+    num_prefixes: int
+    num_shards: int
+    nbytes: int
+    """Bytes of its shards."""
+    sent_shards: int
+    """Shards that the repository did not have yet."""
+    sent_bytes: int
+    num_broken: int
+    """Chunks left out because an ancestor is missing."""
+    num_salted: int
+    """Chunks left out because they belong to a tenant."""
+    num_unselected: int
+    """Chunks left out by `select` or `max_bytes`."""
+    damaged: tuple[str, ...]
+    """Shards of the cache directory left out because they are damaged: what is wrong with each."""
+    vanished: int
+    """Shards that were evicted while the export ran, left out."""
+    flushed: Mapping[str, Mapping[str, Any]]
+    """Answers of the live engines that flushed, by engine id."""
+
+
+def match_namespaces(cache_dir: Path, prefix: str | None = None) -> list[tuple[Path, Namespace]]:
+    """The namespaces of a cache directory whose id or directory's name starts with `prefix`; all without one.
+
+    Raises:
+        NotFoundError: there is no such directory, or no namespace in it matches.
+    """
+    if not cache_dir.is_dir():
+        raise NotFoundError(f"there is no directory {cache_dir}")
+    found = open_namespaces(cache_dir)
+    if not found:
+        raise NotFoundError(f"{cache_dir} holds no namespace; no engine has stored anything in it")
+    matching = [(d, ns) for d, ns in found if not prefix or d.name.startswith(prefix) or ns.id().startswith(prefix)]
+    if not matching:
+        names = ", ".join(directory.name for directory, _ in found)
+        raise NotFoundError(f"no namespace in {cache_dir} starts with {prefix}; there are: {names}")
+    return matching
+
+
+def export_snapshot(
+    cache_dir: Path,
+    url: str,
+    *,
+    namespace: str | None = None,
+    tag: str | None = None,
+    select: Select = "all",
+    max_bytes: int | None = None,
+    include_salted: bool = False,
+    flush: bool = True,
+    flush_timeout_s: float = FLUSH_TIMEOUT_S,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Export chunks of one namespace of `cache_dir` to the repository at `url`, made there if nothing is.
+
+    Shards go as they are; the catalog names the chunks that belong to the snapshot. May
+    be killed and repeated; what is in the repository already is not sent again.
+
+    Args:
+        namespace: Start of the id or of the directory's name; needed where there are several.
+        tag: Ref that shall name the snapshot afterwards.
+        select, max_bytes, include_salted: See `select_chunks`.
+        flush: Have live engines write what only their DRAM holds first. Without, export what is on disk.
+
+    Raises:
+        ConfigError: several namespaces match; a wrong name; `url` holds something else.
+        NotFoundError: no namespace, or no chunk to export.
+        StorageError: an engine did not flush, or a disk or the repository failed.
+    """
+    if tag is not None:
+        ref_name(tag)
+    if select not in SELECTS:
+        raise ConfigError(f"select is {select!r}, expected one of {', '.join(SELECTS)}")
+    matching = match_namespaces(cache_dir, namespace)
+    if len(matching) > 1:
+        names = ", ".join(directory.name for directory, _ in matching)
+        raise ConfigError(f"{cache_dir} holds several namespaces, choose one: {names}")
+    directory, ns = matching[0]
+    repository = Repository.open_or_create(url)
+    repository.storage.sweep()
+    flushed = flush_engines(cache_dir, ns.id(), timeout_s=flush_timeout_s) if flush else {}
+
+    scan = scan_shards(directory, ns)
+    damaged = {shard.id: f"shard {shard.path}: {shard.reason}" for shard in scan.damaged}
+    vanished: set[str] = set()
+    usage = read_usage(directory)
+    earlier = _earlier_snapshots(repository, ns)
+    parent = _choose_parent(repository, tag, earlier)
+    uploader = Uploader(repository, _base(repository, parent, earlier))
+    now = time.time()
+    while True:
+        selection = select_chunks(
+            ns,
+            tuple(shard for shard in scan.shards if shard.id not in damaged and shard.id not in vanished),
+            usage,
+            select=select,
+            max_bytes=max_bytes,
+            include_salted=include_salted,
+            now=now,
+        )
+        if not selection.entries:
+            raise NotFoundError(_nothing(directory, selection, damaged))
+        lost = len(damaged) + len(vanished)
+        uploaded = _upload(selection, uploader, damaged, vanished, progress)
+        if len(damaged) + len(vanished) == lost:
+            break
+
+    publisher = _Publisher(repository, ns, selection, uploaded, parent)
+    snapshot, is_new = publisher.publish(earlier)
+    if tag is not None:
+        repository.set_ref(tag, snapshot)
+    return ExportReport(
+        snapshot=snapshot,
+        url=url,
+        tag=tag,
+        is_new=is_new,
+        namespace=ns.id(),
+        parent=parent,
+        num_chunks=publisher.totals.num_chunks,
+        num_tokens=publisher.totals.num_tokens,
+        num_prefixes=publisher.totals.num_prefixes,
+        num_shards=len(selection.shards),
+        nbytes=publisher.totals.nbytes,
+        sent_shards=sum(shard.sent_bytes > 0 for shard in uploader.done.values()),
+        sent_bytes=sum(shard.sent_bytes for shard in uploader.done.values()),
+        num_broken=selection.num_broken,
+        num_salted=selection.num_salted,
+        num_unselected=selection.num_unselected,
+        damaged=tuple(damaged.values()),
+        vanished=len(vanished),
+        flushed=flushed,
+    )
+
+
+def _upload(
+    selection: Selection,
+    uploader: Uploader,
+    damaged: dict[str, str],
+    vanished: set[str],
+    progress: Progress | None,
+) -> list[UploadedShard]:
+    """Upload the chosen shards; those that can't be are added to `damaged` or `vanished`."""
+    wanted = _split(selection)
+    total = sum(shard.header.file_bytes for shard in selection.shards)
+    done, uploaded = 0, []
+    for shard, entries in zip(selection.shards, wanted, strict=True):
+        try:
+            uploaded.append(uploader.upload(shard, entries))
+        except CorruptChunkError as error:
+            log.warning("kvsnap: %s", error)
+            damaged[shard.id] = str(error)
+        except NotFoundError:
+            if shard.path.exists():
+                raise
+            vanished.add(shard.id)
+        done += shard.header.file_bytes
+        if progress is not None:
+            progress(done, total)
+    return uploaded
+
+
+def _split(selection: Selection) -> list[list[Any]]:
+    rows: list[list[Any]] = [[] for _ in selection.shards]
+    for entry, position in zip(selection.entries, selection.shard.tolist(), strict=True):
+        rows[position].append(entry)
+    return rows
+
+
+class _Publisher:
+    """Builds catalog and manifest of a finished upload and puts them into the repository."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        ns: Namespace,
+        selection: Selection,
+        uploaded: list[UploadedShard],
+        parent: Digest | None,
+    ) -> None:
+        self._repository = repository
+        self._ns = ns
+        self._selection = selection
+        self._digests = [shard.digest for shard in uploaded]
+        self._parent = parent
+        self._catalog = _catalog_of(selection, uploaded)
+        rows = np.bincount(selection.shard, minlength=len(selection.shards)).tolist()
+        self._shards = tuple(
+            ShardRecord(digest=sent.digest, nbytes=shard.header.file_bytes, num_chunks=rows[i])
+            for i, (shard, sent) in enumerate(zip(selection.shards, uploaded, strict=True))
+        )
+        inner = set(self._catalog.parent_row.tolist())
+        self.totals = Totals(
+            num_chunks=len(self._catalog),
+            num_tokens=int(self._catalog.tokens.sum()),
+            nbytes=sum(shard.nbytes for shard in self._shards),
+            num_prefixes=sum(row not in inner for row in range(len(self._catalog))),
+        )
+
+    def publish(self, earlier: Mapping[Digest, Manifest]) -> tuple[Digest, bool]:
+        """The id, and whether the snapshot is new."""
+        for snapshot, manifest in earlier.items():
+            if self._is_same(manifest):
+                return snapshot, False
+        catalog = encode_catalog(self._catalog)
+        catalog_digest = Digest(sha256_hex(catalog))
+        human = self._ns.human
+        manifest = Manifest(
+            namespace=self._ns,
+            created=now_text(),
+            writer={"name": "kvsnap", "version": kvsnap.__version__},
+            shards=self._shards,
+            catalog=CatalogRecord(digest=catalog_digest, nbytes=len(catalog), num_rows=len(self._catalog)),
+            totals=self.totals,
+            parent=self._parent,
+            annotations={name: human[name] for name in sorted(human) if name not in ("model", "revision")},
+        )
+        data = manifest.encode()
+        snapshot = Digest(sha256_hex(data))
+        self._repository.put_object(catalog_name(catalog_digest), catalog)
+        self._repository.put_object(manifest_name(snapshot), data)
+        return snapshot, True
+
+    def _is_same(self, manifest: Manifest) -> bool:
+        """Whether an earlier snapshot has the same shards and the same chunks; hits and times don't count."""
+        theirs = {shard.digest: (shard.nbytes, shard.num_chunks) for shard in manifest.shards}
+        if theirs != {shard.digest: (shard.nbytes, shard.num_chunks) for shard in self._shards}:
+            return False
+        try:
+            return set(self._repository.catalog(manifest).keys()) == set(self._catalog.keys())
+        except (CorruptChunkError, NotFoundError):
+            return False
+
+
+def _catalog_of(selection: Selection, uploaded: list[UploadedShard]) -> Catalog:
+    entries, shard = selection.entries, selection.shard.tolist()
+    scopes = sorted({s.header.scope for s in selection.shards})
+    code = {scope: i for i, scope in enumerate(scopes)}
+    codes = np.array([code[s.header.scope] for s in selection.shards], np.int64)
+    blake3 = [uploaded[i].blake3[entry.key] for entry, i in zip(entries, shard, strict=True)]
+    return Catalog(
+        key=_bytes(entry.key for entry in entries).reshape(-1, 32),
+        parent_row=selection.parent_row,
+        depth=np.array([entry.depth for entry in entries], np.int64),
+        tokens=np.array([entry.tokens for entry in entries], np.int64),
+        shard=selection.shard,
+        offset=np.array([entry.offset for entry in entries], np.int64),
+        nbytes=np.array([entry.nbytes for entry in entries], np.int64),
+        xxh3=_bytes(entry.xxh3 for entry in entries).reshape(-1, 16),
+        blake3=_bytes(blake3).reshape(-1, 32),
+        scope=tuple(scopes),
+        scope_code=codes[selection.shard],
+        hits=selection.hits,
+        last_use=selection.last_use,
+    )
+
+
+def _bytes(parts: Any) -> Any:
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _earlier_snapshots(repository: Repository, ns: Namespace) -> dict[Digest, Manifest]:
+    """Manifests of the same namespace, newest first. What can't be read doesn't count."""
+    found = {}
+    for snapshot in repository.snapshots():
+        try:
+            manifest = repository.manifest(snapshot)
+        except (CorruptChunkError, IncompatibleError, NotFoundError) as error:
+            log.warning("kvsnap: %s", error)
+            continue
+        if manifest.namespace.id() == ns.id():
+            found[snapshot] = manifest
+    return dict(sorted(found.items(), key=lambda item: (item[1].created, item[0]), reverse=True))
+
+
+def _choose_parent(repository: Repository, tag: str | None, earlier: Mapping[Digest, Manifest]) -> Digest | None:
+    """What the ref names now, if it is of this namespace; else the newest snapshot of it."""
+    if tag is not None:
+        try:
+            tagged = repository.ref(tag).snapshot
+        except NotFoundError:
+            pass
+        else:
+            if tagged in earlier:
+                return tagged
+    return next(iter(earlier), None)
+
+
+def _base(
+    repository: Repository, parent: Digest | None, earlier: Mapping[Digest, Manifest]
+) -> tuple[Manifest, Catalog] | None:
+    if parent is None:
+        return None
+    try:
+        return earlier[parent], repository.catalog(earlier[parent])
+    except KvsnapError as error:
+        log.warning("kvsnap: %s", error)
+        return None
+
+
+def _nothing(directory: Path, selection: Selection, damaged: Mapping[str, str]) -> str:
+    reasons = [
+        f"{count} {why}"
+        for count, why in (
+            (selection.num_broken, "chunks lack an ancestor"),
+            (selection.num_salted, "chunks are salted"),
+            (selection.num_unselected, "chunks were not selected or do not fit"),
+            (len(damaged), "shards are damaged"),
+        )
+        if count
+    ]
+    return f"{directory} holds no chunk to export: {', '.join(reasons) or 'it has no shard'}"
