@@ -26,7 +26,7 @@ from kvsnap_connector import rendezvous
 from kvsnap_connector.compat import Unsupported, block_tokens_of
 from kvsnap_connector.guard import Guard, is_strict
 from kvsnap_connector.metadata import StepPlan
-from kvsnap_connector.request import LiveRequest
+from kvsnap_connector.live_request import LiveRequest
 from kvsnap_connector.scheduler import SchedulerHalf
 from kvsnap_connector.startup import adopt_vllm_logging, attach_worker, open_scheduler_half, register_rank
 from kvsnap_connector.stats import KVSnapPromMetrics, KVSnapStats

@@ -223,9 +223,10 @@ class WorkerHalf:
         zero_padding(area, (op.first_block + len(op.block_ids)) * block_bytes)
 
     def _is_sane(self, op: CopyOp) -> bool:
-        """Block 0 is vLLM's null block: it stands for KV that isn't there."""
+        """Block 0 is vLLM's null block: it stands for KV that isn't there. Generation 0 is a slot never used."""
         return (
             0 <= op.slot < self._region.num_slots
+            and op.generation > 0
             and op.first_block >= 0
             and 0 < len(op.block_ids) <= self._blocks_per_chunk - op.first_block
             and min(op.block_ids) > 0

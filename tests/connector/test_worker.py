@@ -182,6 +182,15 @@ def test_a_load_that_makes_no_sense_copies_nothing(setup: Setup, bad: CopyOp) ->
     assert setup.half.take_failed_blocks() == set(bad.block_ids)
 
 
+def test_a_slot_that_was_never_used_is_not_loaded(setup: Setup) -> None:
+    """Invariant 1: a fresh slot has generation 0, and so has a load that was planned for nothing."""
+    setup.region.generations[1] = 0
+
+    setup.half.load(StepPlan(seq=1, epoch=1, loads=[op(1, [9], generation=0)]))
+
+    assert setup.half.take_failed_blocks() == {9}
+
+
 def test_an_asynchronous_load_is_reported_once_even_if_it_failed(setup: Setup) -> None:
     """B02: exactly one completion per started transfer."""
     plan = StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9])], "b": [op(2, [4], generation=9)]})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvsnap_connector.request import LiveRequest
+from kvsnap_connector.live_request import LiveRequest
 from tests.connector.fakes import Request
 
 
