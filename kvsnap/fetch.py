@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvsnap.catalog import Catalog
 from kvsnap.errors import CorruptChunkError
-from kvsnap.local_shards import ChainCheck, read_open_header
+from kvsnap.local_shards import ChainCheck, header_length, parse_header
 from kvsnap.manifest import Digest
 from kvsnap.namespace import Namespace
 from kvsnap.plan import I64
 from kvsnap.repository import shard_name
-from kvsnap.shard import MAX_HEADER_BYTES, ShardHeader
+from kvsnap.shard import ShardHeader
 from kvsnap.storage import Storage
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.transfer import ShardHasher, pieces
@@ -125,27 +124,16 @@ class _HeaderCheck:
         self._head += piece
         if len(self._head) < 8:
             return
-        length = 8 + int.from_bytes(self._head[:8], "little")
-        if length > min(8 + MAX_HEADER_BYTES, self._target.nbytes):
-            raise CorruptChunkError(f"its header has {length} bytes")
+        length = header_length(self._head, self._target.nbytes)
         if len(self._head) >= length:
-            check_against_catalog(self._read(length), self._target, self._ns)
+            header = parse_header(self._head[:length], self._target.nbytes, self._ns)
+            check_against_catalog(header, self._target, self._ns)
             self._is_done = True
             self._head = bytearray()
 
     def finish(self) -> None:
         if not self._is_done:
             raise CorruptChunkError("it ends inside its header")
-
-    def _read(self, length: int) -> ShardHeader:
-        # The strict reader wants a file of the full size; the data isn't read, so holes do.
-        fd = os.memfd_create("kvsnap-header", os.MFD_CLOEXEC)
-        try:
-            os.truncate(fd, self._target.nbytes)
-            os.pwrite(fd, memoryview(self._head)[:length], 0)
-            return read_open_header(fd, self._ns)
-        finally:
-            os.close(fd)
 
 
 def _describe(name: str, target: ShardTarget, hasher: ShardHasher, error: CorruptChunkError) -> str:

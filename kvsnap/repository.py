@@ -80,6 +80,16 @@ def ref_name(name: str) -> str:
     return f"refs/{name}.json"
 
 
+def split_snapshot_url(text: str) -> tuple[str, str | None]:
+    """URL and ref (or id) of `URL@REF`; no ref where nothing follows an `@` in the last segment."""
+    url, at, ref = text.rpartition("@")
+    if not at or not url or "/" in ref:
+        return text, None
+    if not ref:
+        raise ConfigError(f"{text} ends in @, expected a ref or a snapshot id after it")
+    return url, ref
+
+
 def now_text() -> str:
     """The time as it stands in manifests and refs: RFC 3339, UTC, whole seconds."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

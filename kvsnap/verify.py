@@ -7,7 +7,6 @@ each shard, XXH3 and BLAKE3 of each chunk. Nothing is changed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +18,16 @@ from kvsnap.local_shards import (
     IMPORTED_ID_DIGITS,
     FdReader,
     LocalShard,
+    header_length,
     live_entries,
     open_shard,
-    read_open_header,
+    parse_header,
     scan_shards,
 )
 from kvsnap.manifest import Digest, Manifest
 from kvsnap.namespace import Namespace
 from kvsnap.repository import Repository, ref_name, shard_name
-from kvsnap.shard import MAX_HEADER_BYTES, ChunkEntry, ShardHeader
+from kvsnap.shard import ChunkEntry, ShardHeader
 from kvsnap.snapshot_export import match_namespaces
 from kvsnap.tiers import paths
 from kvsnap.transfer import Progress, RangeDigests, ShardHasher, pieces
@@ -203,18 +203,9 @@ def _stored_header(repository: Repository, ns: Namespace, name: str, nbytes: int
     """Read a shard's header by ranges."""
     start = bytearray(8)
     repository.storage.read_into(name, memoryview(start), 0)
-    length = 8 + int.from_bytes(start, "little")
-    if length > min(8 + MAX_HEADER_BYTES, nbytes):
-        raise CorruptChunkError(f"its header has {length} bytes, the file {nbytes}")
-    head = bytearray(length)
+    head = bytearray(header_length(start, nbytes))
     repository.storage.read_into(name, memoryview(head), 0)
-    fd = os.memfd_create("kvsnap-header", os.MFD_CLOEXEC)
-    try:
-        os.truncate(fd, nbytes)  # the strict reader wants a file of the full size; it doesn't read the data
-        os.pwrite(fd, head, 0)
-        return read_open_header(fd, ns)
-    finally:
-        os.close(fd)
+    return parse_header(head, nbytes, ns)
 
 
 def _read_stored(
