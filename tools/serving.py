@@ -246,3 +246,25 @@ def process_title(pid: int) -> str:
 def dram_files(dram_dir: Path = SHM) -> list[Path]:
     """The DRAM tiers' files that lie in a directory."""
     return sorted(dram_dir.glob(f"kvsnap-{os.getuid()}-*"))
+
+
+def kvsnap(*arguments: str | Path, runtime_dir: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line tool from this tree; never raises for its exit status."""
+    command = [sys.executable, "-c", "from kvsnap_jobs.cli import main; main()", *map(str, arguments)]
+    paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "connector", "jobs"))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    if runtime_dir is not None:
+        environment["KVSNAP_RUNTIME_DIR"] = str(runtime_dir)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+def kvsnap_json(*arguments: str | Path, runtime_dir: Path | None = None) -> Any:
+    """Run a command with --json that must do well, and return what it printed.
+
+    Raises:
+        RuntimeError: its exit status wasn't 0.
+    """
+    done = kvsnap(*arguments, "--json", runtime_dir=runtime_dir)
+    if done.returncode != 0:
+        raise RuntimeError(f"kvsnap {' '.join(map(str, arguments))} exited with {done.returncode}: {done.stderr}")
+    return json.loads(done.stdout)
