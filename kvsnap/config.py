@@ -77,7 +77,7 @@ class Config:
         known = [known.name for known in fields(cls)]
         for name in mapping:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+                near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.0)
                 raise ConfigError(f"unknown configuration key {name!r}; did you mean {near[0]}?")
         config = cls(**{name: _PARSERS[name](name, value) for name, value in mapping.items()})
         if config.read_only and config.snapshot is not None:

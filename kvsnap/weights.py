@@ -109,8 +109,10 @@ def _hash_file(path: Path, before: os.stat_result, advance: Callable[[int], None
     buffer = memoryview(bytearray(_READ_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
+            rest = before.st_size  # a file that grows has no end; `after` tells
+            while rest and (count := file.readinto(buffer[:rest])):
                 digest.update(buffer[:count])
+                rest -= count
                 advance(count)
             after = os.fstat(file.fileno())
     except OSError as error:
