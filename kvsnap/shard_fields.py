@@ -103,7 +103,7 @@ def parse_metadata(escaped: str, expect: Mapping[str, Any] | None) -> Metadata:
     _check_fields(fields, codec, scope, expect)
     rows: list[Row] = _ROW.findall(escaped, head.end(), tail_start)
     digits = sum([len(row[0]) + len(row[1]) + len(row[4]) for row in rows])
-    if len(rows) * _ROW_BYTES + digits - 1 != tail_start - head.end():
+    if len(rows) * _ROW_BYTES + digits - bool(rows) != tail_start - head.end():
         raise CorruptChunkError(f"its metadata is not canonical JSON: {len(rows)} of its chunks can be read")
     return Metadata(fields, scope, rows)
 
