@@ -75,9 +75,9 @@ def clear_tiers(
 def _clear_disk(cache_dir: Path, directory: Path, ns: Namespace, report: ClearReport) -> None:
     if report.dry_run:
         shards = shard_paths(directory)
-        others = [directory / paths.USAGE, *paths.entries(directory / paths.QUARANTINE)]
+        quarantined = [Path(entry.path) for entry in paths.entries(directory / paths.QUARANTINE)]
         report.disk_shards += len(shards)
-        report.disk_bytes += sum(paths.real_bytes(path) for path in [*shards, *others])
+        report.disk_bytes += sum(paths.real_bytes(path) for path in [*shards, *quarantined, directory / paths.USAGE])
         return
     with DiskTier(cache_dir, ns) as disk:
         num_shards, nbytes = disk.clear()

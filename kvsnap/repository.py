@@ -186,22 +186,13 @@ class Repository:
         """Ids of all snapshots, in order of id."""
         return self._digests("manifests/", ".json")
 
-    def shards(self) -> dict[Digest, int]:
-        """Size of every shard that is stored, whether a snapshot needs it or not."""
-        found = {}
-        for info in self.storage.list("shards/"):
-            digest = info.name.rpartition("/")[2].removesuffix(".safetensors")
-            if _HEX.fullmatch(digest) and info.name == shard_name(Digest(digest)):
-                found[Digest(digest)] = info.nbytes
-        return found
-
-    def refs(self) -> dict[str, Ref]:
-        """All refs by name. One that can't be read is an error."""
-        found = {}
+    def ref_names(self) -> list[str]:
+        """Names of all refs, in order."""
+        found = []
         for info in self.storage.list("refs/"):
             name = info.name.removeprefix("refs/").removesuffix(".json")
             if _REF.fullmatch(name) and info.name == f"refs/{name}.json":
-                found[name] = self.ref(name)
+                found.append(name)
         return found
 
     def ref(self, name: str) -> Ref:

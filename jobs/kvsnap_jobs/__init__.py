@@ -1,0 +1,1 @@
+"""The `kvsnap` command: each command parses, calls `kvsnap`, and prints."""

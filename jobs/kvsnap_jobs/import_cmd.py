@@ -1,0 +1,77 @@
+"""kvsnap import"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvsnap.snapshot_import import import_snapshot
+from kvsnap_jobs.options import EXIT_PROBLEMS, SIZE, SNAPSHOT_URL, cache_dir_option, json_option
+from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
+
+
+@click.command("import")
+@click.argument("snapshot", metavar="URL@REF", type=SNAPSHOT_URL)
+@cache_dir_option()
+@click.option("--max-bytes", metavar="SIZE", type=SIZE, help="Most bytes of shards, the hottest first.")
+@click.option("--partial", is_flag=True, help="Import what is whole of a damaged snapshot instead of refusing it.")
+@click.option("--dry-run", is_flag=True, help="Check everything that can be checked beforehand; touch nothing.")
+@json_option
+@click.pass_context
+def import_(
+    ctx: click.Context,
+    snapshot: tuple[str, str],
+    cache_dir: Path,
+    max_bytes: int | None,
+    partial: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Import a snapshot into the disk tier of a cache directory.
+
+    Each shard is copied, hashed and checked before it becomes visible; the hottest come
+    first, and a chunk never without its ancestors. A snapshot that is damaged, or that
+    none of the live engines of DIR could use, is refused, and nothing is touched (what
+    shows only while a shard is read ends the import; what is there then is a valid
+    part). The cap of DIR holds. Live engines notice new shards by themselves. May be
+    killed and repeated.
+
+    \b
+    Exit status:
+      0  imported, or there already
+      1  it could not be imported (no such snapshot, no access, the disk failed)
+      2  wrong usage
+      3  it is damaged or made for another engine; or nothing fits under the cap of DIR;
+         with --partial: some of it was left out
+    """
+    url, ref = snapshot
+    with ProgressBar("import") as bar:
+        report = import_snapshot(
+            url, ref, cache_dir, max_bytes=max_bytes, allow_partial=partial, dry_run=dry_run, progress=bar
+        )
+    for problem in report.problems:
+        click.echo(f"kvsnap: {problem}", err=True)
+    if report.is_full:
+        click.echo(f"kvsnap: the cap of {cache_dir} is reached; the rest of the snapshot was left out", err=True)
+    if as_json:
+        print_json(report, dry_run=dry_run)
+    else:
+        click.echo(report.directory)
+        tokens = f"{report.num_chunks} of {report.total_chunks} chunks, {report.num_tokens} tokens"
+        print_facts(
+            (
+                ("would hold" if dry_run else "holds", tokens),
+                ("would fetch" if dry_run else "fetched", _shards(report.imported_shards, report.imported_bytes)),
+                ("there already", f"{report.present_shards} shards" if report.present_shards else None),
+                ("snapshot", _shards(report.total_shards, report.total_bytes)),
+                ("used by", ", ".join(report.engines) or None),
+            ),
+            indent="  ",
+        )
+    if report.problems or (report.is_full and not report.num_chunks):
+        ctx.exit(EXIT_PROBLEMS)
+
+
+def _shards(count: int, nbytes: int) -> str:
+    return f"{count} shards, {size_text(nbytes)}"

@@ -1,0 +1,87 @@
+"""What several commands' options share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvsnap.config import parse_size
+from kvsnap.errors import ConfigError
+from kvsnap.repository import split_snapshot_url
+from kvsnap.status import DRAM_DIR
+
+EXIT_FAILED = 1
+EXIT_PROBLEMS = 3
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class SizeType(click.ParamType[int]):
+    """A size in bytes: `20GiB`, `1.5MB` or a number."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_size(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+class SnapshotUrlType(click.ParamType[tuple[str, str]]):
+    """`URL@REF` as a pair."""
+
+    name = "url@ref"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            url, ref = split_snapshot_url(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        if ref is None:
+            self.fail(f"{value} names no snapshot, expected URL@REF", param, ctx)
+        return url, ref
+
+
+SIZE = SizeType()
+SNAPSHOT_URL = SnapshotUrlType()
+
+
+def cache_dir_option(*, required: bool = True) -> Callable[[F], F]:
+    """`--cache-dir DIR`"""
+    return click.option(
+        "--cache-dir",
+        metavar="DIR",
+        type=click.Path(path_type=Path, file_okay=False),
+        required=required,
+        help="The cache directory of the engines.",
+    )
+
+
+def json_option(function: F) -> F:
+    """`--json`"""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(function)
+
+
+def namespace_option(function: F) -> F:
+    """`--namespace PREFIX`"""
+    return click.option(
+        "--namespace", metavar="PREFIX", help="Start of the id, or of the directory's name, of a namespace."
+    )(function)
+
+
+def dram_dir_option(function: F) -> F:
+    """`--dram-dir DIR`"""
+    return click.option(
+        "--dram-dir",
+        metavar="DIR",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=DRAM_DIR,
+        show_default=True,
+        help="Where the DRAM tier's files lie (dram_dir of the engines).",
+    )(function)
