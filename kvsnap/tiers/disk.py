@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvsnap import direct_io
-from kvsnap.atomic import fsync_dir, link_new
+from kvsnap.atomic import fsync_dir
 from kvsnap.canonical import canonical_json
 from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, StorageError
 from kvsnap.keys import ChunkKey
 from kvsnap.namespace import Namespace
 from kvsnap.shard import ChunkEntry, ShardHeader, checksum, encode_header, read_header, write_shard
 from kvsnap.tiers import engines, paths, quota, usage, writers
-from kvsnap.tiers.room import FULL, Room
+from kvsnap.tiers.publish import Fill, publish
+from kvsnap.tiers.room import Room
 from kvsnap.tiers.scan import Listing
 
 log = logging.getLogger(__name__)
@@ -285,53 +286,24 @@ class DiskTier:
         return shard and shard._replace(scope=header[0].scope, entries=header[0].chunks)
 
     def _publish(
-        self,
-        shard_id: str,
-        nbytes: int,
-        fill: Callable[[int, Path], None],
-        scope: str,
-        entries: tuple[ChunkEntry, ...],
-        *,
-        retry: bool = True,
+        self, shard_id: str, nbytes: int, fill: Fill, scope: str, entries: tuple[ChunkEntry, ...], *, retry: bool = True
     ) -> Shard | None:
-        """Reserve, fill, make durable, link into place, in this order."""
-        writer = self._writer()
-        temp = writer.path / paths.shard_name(shard_id)
+        path = self._path(shard_id)
         try:
-            while True:
-                if self._room.reserve(writer, temp.name, nbytes) is None:
-                    self.counts["no_room"] += 1
-                    return None
-                try:
-                    self._fill(temp, fill)
-                    break
-                except OSError as error:
-                    if error.errno not in FULL or not retry:
-                        raise
-                    retry = False
-                    paths.remove_file(temp)
-                    self._room.free_disk(nbytes)
-            with self._listing.adding(shard_id):
-                link_new(temp, self._path(shard_id))
-        except OSError as error:
+            published = publish(
+                shard_id, path, nbytes, fill, room=self._room, writer=self._writer(),
+                listing=self._listing, is_direct=self.is_direct, retry=retry,
+            )  # fmt: skip
+        except StorageError as error:
             self.counts["write_errors"] += 1
-            self.last_error = f"shard {shard_id[:12]} can't be written: {error.strerror or error}"
-            raise StorageError(self.last_error) from error
-        finally:
-            paths.remove_file(temp)
+            self.last_error = str(error)
+            raise
+        if not published:
+            self.counts["no_room"] += 1
+            return None
         self.counts["shards_written"] += 1
         self.counts["bytes_written"] += nbytes
-        path = self._path(shard_id)
         return Shard(shard_id, path, scope, entries, paths.real_bytes(path))
-
-    def _fill(self, temp: Path, fill: Callable[[int, Path], None]) -> None:
-        flag = direct_io.O_DIRECT if self.is_direct else 0
-        fd = os.open(temp, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flag)
-        try:
-            fill(fd, temp)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     # -- room ------------------------------------------------------------------------
 
@@ -360,6 +332,7 @@ class DiskTier:
         Returns:
             The new shard; None if nothing could be saved (or this tier is read-only).
         """
+        paths.shard_name(shard_id)
         is_known = self._listing.is_known(shard_id)
         self._listing.ignore(shard_id)
         if self.read_only or not is_known:

@@ -153,7 +153,10 @@ def _is_used(directory: Path) -> bool:
 
 
 def _last_use(directory: Path) -> float:
-    return max(_mtime(directory / name) for name in (paths.USAGE, paths.SHARDS, paths.NAMESPACE))
+    """The last write, start or end of a user; not the last removal of a shard, which is ours."""
+    shards = [entry for entry in paths.entries(directory / paths.SHARDS) if paths.shard_id_of(entry.name) is not None]
+    traces = [directory / name for name in (paths.USAGE, paths.TEMPORARY, paths.NAMESPACE)]
+    return max(_mtime(path) for path in [*traces, *shards])
 
 
 def _mtime(path: Path | os.DirEntry[str]) -> float:
