@@ -25,8 +25,8 @@ from kvsnap.errors import ConfigError
 from kvsnap_connector import rendezvous
 from kvsnap_connector.compat import Unsupported, block_tokens_of
 from kvsnap_connector.guard import Guard, is_strict
-from kvsnap_connector.metadata import StepPlan
 from kvsnap_connector.live_request import LiveRequest
+from kvsnap_connector.metadata import StepPlan
 from kvsnap_connector.scheduler import SchedulerHalf
 from kvsnap_connector.startup import adopt_vllm_logging, attach_worker, open_scheduler_half, register_rank
 from kvsnap_connector.stats import KVSnapPromMetrics, KVSnapStats
@@ -174,7 +174,9 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVSnapWorkerMetadata | None:
         """What went wrong on this rank; None for nothing."""
         half = self._worker
-        report = None if half is None else self._guard.call("build_connector_worker_meta", half.take_report, None)
+        report = (
+            None if half is None else self._guard.call("build_connector_worker_meta", lambda: half.take_report(), None)
+        )
         return None if report is None else KVSnapWorkerMetadata(reports=[report])
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -361,7 +363,7 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         half = self._scheduler or self._worker
         if half is None:
             return None
-        data = dict(self._guard.call("get_kv_connector_stats", half.take_stats, None) or {})
+        data = dict(self._guard.call("get_kv_connector_stats", lambda: half.take_stats(), None) or {})
         if self._guard.num_errors > self._errors_told:
             data["hook_errors"] = self._guard.num_errors - self._errors_told
             self._errors_told = self._guard.num_errors

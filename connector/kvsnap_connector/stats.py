@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 GAUGE_SUFFIX = "_now"
@@ -71,14 +71,14 @@ class KVSnapPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def _counter(self, name: str) -> Any:
         if name not in self._counters:
             self._counters[name] = self._counter_cls(
-                name=f"kvsnap:{name}", documentation=_describe(name), labelnames=self._labelnames
+                name=f"kvsnap:{_sane(name)}", documentation=_describe(name), labelnames=self._labelnames
             )
         return self._counters[name]
 
     def _gauge(self, name: str) -> Any:
         if name not in self._gauges:
             self._gauges[name] = self._gauge_cls(
-                name=f"kvsnap:{name.removesuffix(GAUGE_SUFFIX)}",
+                name=f"kvsnap:{_sane(name.removesuffix(GAUGE_SUFFIX))}",
                 documentation=_describe(name),
                 labelnames=self._labelnames,
                 multiprocess_mode="mostrecent",
@@ -90,5 +90,5 @@ def _describe(name: str) -> str:
     return f"kvsnap: {name.removesuffix(GAUGE_SUFFIX).replace('_', ' ')}."
 
 
-METRIC_TYPES: dict[Any, Any] = {Counter: Counter, Gauge: Gauge}
-"""The two that are used, for tests; vLLM passes its own."""
+def _sane(name: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name)

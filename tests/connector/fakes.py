@@ -28,7 +28,8 @@ class FakeRegion:
         self.is_closed = False
 
     def area(self, slot: int) -> Bytes:
-        return self.memory[slot]
+        area: Bytes = self.memory[slot]
+        return area
 
     def may_fill(self, slot: int, generation: int) -> bool:
         return self.generations[slot] == generation and self.filling[slot]

@@ -81,9 +81,7 @@ def make_config(**layer_values: Any) -> SimpleNamespace:
         ("BLNHC", "NHC", (TOKENS, HEADS, CONTENT)),
     ],
 )
-def test_pages_are_found_in_every_order_that_keeps_them_whole(
-    order: str, in_page: str, shape: tuple[int, ...]
-) -> None:
+def test_pages_are_found_in_every_order_that_keeps_them_whole(order: str, in_page: str, shape: tuple[int, ...]) -> None:
     """A06: the order inside a page is part of the layout, that of layers and blocks is not."""
     cache_config, caches = make_cache(order)
 
@@ -119,9 +117,7 @@ def test_kernel_blocks_are_not_the_engines_blocks() -> None:
     assert geometry.page_shape == (2, HEADS, TOKENS // 2, CONTENT)
     assert geometry.page_bytes == PAGE
     assert geometry.page_format["order"] == "2xHNC"
-    assert np.array_equal(
-        pages.layers[2][1], caches[NAMES[2]][2:4].contiguous().view(torch.uint8).numpy().reshape(-1)
-    )
+    assert np.array_equal(pages.layers[2][1], caches[NAMES[2]][2:4].contiguous().view(torch.uint8).numpy().reshape(-1))
 
 
 def test_padding_between_blocks_is_not_part_of_a_page() -> None:
@@ -275,9 +271,7 @@ def _group(*specs: object, **values: object) -> Any:
         (_group(FullAttentionSpec(tokens_per_state=4)), "several tokens in one"),
         (
             _group(
-                SimpleNamespace(
-                    kv_cache_specs={"a": FullAttentionSpec(), "b": FullAttentionSpec(page_size_bytes=8192)}
-                )
+                SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec(), "b": FullAttentionSpec(page_size_bytes=8192)})
             ),
             "unequal pages",
         ),

@@ -45,9 +45,7 @@ def identity_of(
     vllm_config = make_vllm_config(str(folder), **values)
     if change is not None:
         change(vllm_config)
-    return model_identity(
-        vllm_config, weights_digest=weights, identity_tag="", kv_scales=None, hash_files=hash_files
-    )
+    return model_identity(vllm_config, weights_digest=weights, identity_tag="", kv_scales=None, hash_files=hash_files)
 
 
 def test_the_same_weights_at_another_path_are_the_same(tmp_path: Path) -> None:
