@@ -97,7 +97,7 @@ class LocalStorage(Storage):
     def is_empty(self) -> bool:
         with _translate(self.url):
             try:
-                return all(entry.name.startswith(TEMP_PREFIX) for entry in os.scandir(self.root))
+                return all(name.startswith(TEMP_PREFIX) for name in os.listdir(self.root))
             except FileNotFoundError:
                 return True
 
