@@ -437,9 +437,7 @@ class Planner:
             state.may_store = is_last  # what comes after would have no parent
             return
         plan.stores.append(
-            CopyOp(
-                slot=place[0], generation=place[1], first_block=0, block_ids=ids, request_id=state.view.request_id
-            )
+            CopyOp(slot=place[0], generation=place[1], first_block=0, block_ids=ids, request_id=state.view.request_id)
         )
 
     def _are_storable(self, ids: Sequence[int], count: int) -> bool:

@@ -40,9 +40,7 @@ def open_cache(
         raise
     for message in dram.messages:
         log.info("kvsnap: %s", message)
-    options = CacheOptions(
-        persist=config.persist, persist_salted=config.persist_salted, read_only=config.read_only
-    )
+    options = CacheOptions(persist=config.persist, persist_salted=config.persist_salted, read_only=config.read_only)
     return TieredCache(namespace, dram, disk, options)
 
 

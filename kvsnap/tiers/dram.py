@@ -124,7 +124,9 @@ class DramTier:
         available = present + room.f_bavail * room.f_frsize
         messages = []
         if budget_bytes > available:
-            messages.append(f"{held.path.parent} has {available} bytes free, dram asks for {budget_bytes}: smaller tier")
+            messages.append(
+                f"{held.path.parent} has {available} bytes free, dram asks for {budget_bytes}: smaller tier"
+            )
             budget_bytes = available
         shape = _shape(namespace_id, geometry, budget_bytes, ranks)
         old = _read_old(held.fd)
@@ -165,16 +167,12 @@ class DramTier:
     @property
     def info(self) -> TierInfo:
         """What the workers are told."""
-        return TierInfo(
-            path=self.path, nonce=self.nonce.hex(), num_slots=self.num_slots, file_bytes=self.file_bytes
-        )
+        return TierInfo(path=self.path, nonce=self.nonce.hex(), num_slots=self.num_slots, file_bytes=self.file_bytes)
 
     def views(self, slot: int, tokens: int) -> list[memoryview]:
         """The bytes of a chunk of `tokens` tokens in `slot`: one 4096-aligned view a slice, padding included."""
         blocks = tokens // self._geometry.layout.block_tokens
-        return [
-            self._map.area(i, slot, self._geometry.padded(i, blocks)) for i in range(self._geometry.num_slices)
-        ]
+        return [self._map.area(i, slot, self._geometry.padded(i, blocks)) for i in range(self._geometry.num_slices)]
 
     # -- the life of a slot ----------------------------------------------------------
 
@@ -274,9 +272,7 @@ class DramTier:
 
     def _write_owner(self) -> None:
         self._seq += 1
-        owner = f.Owner(
-            epoch=self.epoch, pid=os.getpid(), start=process_start_time(os.getpid()) or 0, nonce=self.nonce
-        )
+        owner = f.Owner(epoch=self.epoch, pid=os.getpid(), start=process_start_time(os.getpid()) or 0, nonce=self.nonce)
         start = f.owner_copy_offset(self._seq)
         copy = f.encode_owner(owner, self._seq)
         self._map.buffer[start : start + len(copy)] = copy
@@ -405,9 +401,7 @@ class DramRegion:
 
 def _shape(namespace_id: str, geometry: Geometry, budget_bytes: int, ranks: int) -> f.DramShape:
     strides = tuple(geometry.slice_stride(i) for i in range(geometry.num_slices))
-    slots = f.slots_that_fit(
-        budget_bytes, blocks_per_chunk=geometry.blocks_per_chunk, strides=strides, num_ranks=ranks
-    )
+    slots = f.slots_that_fit(budget_bytes, blocks_per_chunk=geometry.blocks_per_chunk, strides=strides, num_ranks=ranks)
     if slots == 0:
         raise StorageError(
             f"a chunk has {sum(strides)} bytes, but the DRAM tier may have {budget_bytes} in all; "

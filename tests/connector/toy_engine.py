@@ -41,6 +41,8 @@ class ToyRequest:
     is_running: bool = False
     loaded_tokens: int = 0
     asked: int = 0
+    is_stale: bool = False
+    """It ran on while the weights changed under it: what it holds is nobody's business."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +90,7 @@ class ToyEngine:
         )
         self.disk = None if disk_cap is None else DiskTier(cache_dir, namespace, cap_bytes=disk_cap)
         self.cache = TieredCache(namespace, dram, self.disk, options)
-        self.planner = Planner(self.cache, load_policy=load_policy)
+        self.planner = Planner(self.cache, load_policy=load_policy, lookup_seconds=30.0)
         self.regions = [
             DramRegion.attach(dram.path, dram.nonce.hex(), rank=rank, slice_index=namespace.layout.slice_of_rank(rank))
             for rank in range(self.ranks)
@@ -103,8 +105,8 @@ class ToyEngine:
         self.waiting: list[ToyRequest] = []
         self.running: list[ToyRequest] = []
         self.preempted_ids: list[str] = []
-        self.finished_ids: list[str] = []
-        self.events: list[str] = []
+        self.num_scheduled = 0
+        self.version = 0  # of the weights: what is computed after a reset differs
         if threads:
             self.cache.start()
 
@@ -135,16 +137,23 @@ class ToyEngine:
     def preempt(self, req: ToyRequest) -> None:
         self.running.remove(req)
         self._free(req)
-        req.computed, req.is_running = 0, False
+        req.computed, req.is_running, req.is_stale = 0, False, False
         self.preempted_ids.append(req.request_id)
         self.waiting.insert(0, req)
 
-    def reset(self, *, connector: bool = True) -> None:
-        """Empty the engine's own prefix cache; nothing may be running."""
-        assert not self.running
+    def reset(self, *, connector: bool = True, preempt: bool = True) -> None:
+        """Preempt all if asked to, empty the engine's own prefix cache, and (as vLLM does last) reset the connector."""
+        for req in reversed(self.running[:]) if preempt else ():
+            self.preempt(req)
         self.hashed.clear()
         if connector:
             self.planner.reset()
+
+    def change_weights(self) -> None:
+        """From here on every block holds something else than before. Requests that run go on, with a mixture."""
+        self.version += 1
+        for req in self.running:
+            req.is_stale = True
 
     def stop(self) -> None:
         self.cache.flush(10.0)
@@ -156,6 +165,13 @@ class ToyEngine:
             region.close()
         self.regions = []
         self.cache.close()
+
+    def step_makes_progress(self) -> bool:
+        """Step; False where nothing was scheduled and nobody waits for a promotion."""
+        waiting_for_disk = self.planner.status()["waiting"] > 0
+        before = self.num_scheduled
+        self.step()
+        return self.num_scheduled > before or waiting_for_disk
 
     # -- one step, in vLLM's order ---------------------------------------------------
 
@@ -175,6 +191,7 @@ class ToyEngine:
             if admitted:
                 scheduled.append((req, req.computed, admitted))
                 budget -= admitted
+        self.num_scheduled += len(scheduled)
         if not scheduled:
             time.sleep(0.001)  # as vLLM does
         self.planner.preempted(self.preempted_ids)
@@ -253,7 +270,7 @@ class ToyEngine:
         req.blocks = []
 
     def _publish(self, req: ToyRequest, i: int) -> None:
-        if self.prefix_caching:
+        if self.prefix_caching and not req.is_stale:
             self.hashed.setdefault(self._content_key(req, i), req.blocks[i])
 
     # -- the model and the workers ---------------------------------------------------
@@ -265,7 +282,7 @@ class ToyEngine:
     def kv(self, req: ToyRequest, i: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """What block i of the request must hold on a rank."""
         part = self.namespace.layout.slice_of_rank(rank)
-        seed = hashlib.sha256(self._content_key(req, i) + bytes([part])).digest()
+        seed = hashlib.sha256(self._content_key(req, i) + bytes([part, self.version])).digest()
         return np.resize(np.frombuffer(seed, dtype=np.uint8), self.block_bytes[part])
 
     def _compute(self, req: ToyRequest, start: int, end: int) -> None:
@@ -275,7 +292,7 @@ class ToyEngine:
             self._publish(req, i)
 
     def _check(self, req: ToyRequest) -> None:
-        for i in range(req.computed // self.size):
+        for i in range(0 if req.is_stale else req.computed // self.size):
             for rank, device in enumerate(self.device):
                 assert (device[req.blocks[i]] == self.kv(req, i, rank)).all(), (
                     f"block {i} of {req.request_id} is wrong on rank {rank}"
