@@ -80,6 +80,7 @@ def disk_use(directory: Path) -> int:
     """What `du` says, in bytes: real blocks of everything, each inode once."""
     seen: dict[tuple[int, int], int] = {}
     for folder, folders, files in os.walk(directory):
+        folders.sort(reverse=True)  # tmp, shards, quarantine: a file that is being published isn't missed
         for name in [".", *folders, *files]:
             try:
                 found = os.lstat(os.path.join(folder, name))

@@ -89,7 +89,9 @@ class Meter:
             used[own.st_ino] = own.st_blocks * 512
             known = self._shards.get(directory, {})
             shards: dict[str, tuple[int, int]] = {}
-            for entry in paths.entries(directory):
+            # Others publish while we count, from tmp to shards to quarantine: whoever looks in this order, which
+            # happens to be the alphabet's backwards, misses no file.
+            for entry in sorted(paths.entries(directory), key=lambda entry: entry.name):
                 found = known.get(entry.name)
                 if found is None or found[0] != entry.inode():
                     try:
@@ -155,8 +157,8 @@ def _is_used(directory: Path) -> bool:
 def _last_use(directory: Path) -> float:
     """The last write, start or end of a user; not the last removal of a shard, which is ours."""
     shards = [entry for entry in paths.entries(directory / paths.SHARDS) if paths.shard_id_of(entry.name) is not None]
-    traces = [directory / name for name in (paths.USAGE, paths.TEMPORARY, paths.NAMESPACE)]
-    return max(_mtime(path) for path in [*traces, *shards])
+    traces = [_mtime(directory / name) for name in (paths.USAGE, paths.TEMPORARY, paths.NAMESPACE)]
+    return max(traces + [_mtime(entry) for entry in shards])
 
 
 def _mtime(path: Path | os.DirEntry[str]) -> float:

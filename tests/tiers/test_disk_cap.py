@@ -13,6 +13,7 @@ import pytest
 from kvsnap.direct_io import aligned_buffer
 from kvsnap.shard import checksum
 from kvsnap.tiers.disk import ChunkToWrite, DiskTier, Shard
+from kvsnap.tiers.writers import DirectoryLock
 from tests.disk_fakes import disk_use, make_chunks, make_namespace
 
 NS = make_namespace(page=(2, 2, 16, 64), layers=8)  # 64 KiB a block, 256 KiB a chunk
@@ -44,11 +45,15 @@ digest = checksum([view])
 
 
 class Watch:
-    """Runs `du` again and again while something else works; knows the largest answer."""
+    """Runs `du` again and again while something else works; knows the largest answer.
+
+    Under the directory lock, so that it doesn't count both a shard and what was written after its removal.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.most = 0
         self._directory = directory
+        self._lock = DirectoryLock(directory)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -62,8 +67,9 @@ class Watch:
 
     def _run(self) -> None:
         while True:
-            self.most = max(self.most, disk_use(self._directory))
-            if self._stop.is_set():
+            with self._lock:
+                self.most = max(self.most, disk_use(self._directory))
+            if self._stop.wait(0.002):
                 return
 
 
@@ -84,7 +90,7 @@ class TestCap:
         assert tier.counts["shards_dropped"] > 40
         assert tier.used_bytes() == disk_use(tmp_path)
 
-    def test_two_processes_obey_one_cap(self, tmp_path: Path) -> None:
+    def test_several_processes_obey_one_cap(self, tmp_path: Path) -> None:
         def work() -> None:
             with DiskTier(tmp_path, NS, cap_bytes=CAP) as tier:
                 shards: list[Shard] = []
