@@ -115,7 +115,8 @@ class Promoter:
 
     def _read(self, job: ReadJob) -> bool:
         disk = self._cache.disk
-        assert disk is not None and job.shard is not None
+        assert disk is not None
+        assert job.shard is not None
         chunk = job.chunk
         views = self._cache.dram.views(job.slot, chunk.tokens)
         nbytes = sum(view.nbytes for view in views)

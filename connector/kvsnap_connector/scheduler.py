@@ -23,7 +23,6 @@ from kvsnap.tiers.dram import TierInfo
 from kvsnap.tiers.engines import EngineRecord, remove_record
 from kvsnap_connector.metadata import StepPlan, WorkerReport
 from kvsnap_connector.planner import Planner, Scheduled
-from kvsnap_connector.requests import RequestView
 from kvsnap_connector.snapshot import import_at_start
 from kvsnap_connector.tiers import dram_budget, open_cache
 

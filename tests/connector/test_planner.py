@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from disk_fakes import make_namespace
 from kvsnap.cache import CacheOptions
-from toy_engine import ToyEngine, request
+from tests.connector.toy_engine import ToyEngine, request
+from tests.disk_fakes import make_namespace
 
 Start = Callable[..., ToyEngine]
 

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from disk_fakes import make_namespace
 from kvsnap.cache import CacheOptions
 from kvsnap.index import Chunk
-from toy_engine import ToyEngine, ToyRequest, request
+from tests.connector.toy_engine import ToyEngine, ToyRequest, request
+from tests.disk_fakes import make_namespace
 
 CHUNK, BLOCK = 64, 16
 

@@ -48,6 +48,9 @@ class ToyRequest:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def table(self) -> list[int]:
+        return self.blocks
+
 
 def request(request_id: str, tokens: Sequence[int], **kwargs: object) -> ToyRequest:
     """A request for these prompt tokens."""
@@ -197,7 +200,7 @@ class ToyEngine:
         self.planner.preempted(self.preempted_ids)
         self.preempted_ids = []
         plan = self.planner.plan_step(
-            [(req.request_id, computed, count, lambda req=req: req.blocks) for req, computed, count in scheduled]
+            [(req.request_id, computed, count, req.table) for req, computed, count in scheduled]
         )
         self._load(plan)
         for req, computed, count in scheduled:
