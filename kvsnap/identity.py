@@ -49,7 +49,8 @@ class ModelIdentity:
     """
 
     weights: str
-    """`sha256:<hex>` of the weight files' content (`weights_digest`), `declared:<string>` or `dummy:<seed>`."""
+    """`sha256:<hex>` of the weight files' content (`weights_digest`), `declared:<string>`, or for dummy weights
+    `dummy:<seed>` and what else decides them; see docs/format.md."""
     config: Mapping[str, Any]
     """The checkpoint's raw config.json with hf_overrides applied, through `clean_config`."""
     dtype: str

@@ -134,7 +134,7 @@ class KeyChain:
         self._block_tokens = block_tokens
         self._chunk_head = b"c" + chunk_tokens.to_bytes(TOKEN_BYTES, "little")
         self._mm = tuple(mm)
-        self._ids = b""
+        self._ids = bytearray()
 
     def extend(self, ids: Sequence[int]) -> None:
         """Take `ids`, the whole sequence as it is now, and hash its new full chunks.
@@ -151,7 +151,7 @@ class KeyChain:
             raise ConfigError(f"sequence has {len(ids)} tokens, expected at least the {known} hashed so far")
         # A slice also turns a sequence view into a list, which is the fast case.
         tail = token_bytes(ids if known == 0 and type(ids) is list else ids[known:])
-        self._ids = self._ids[: known * TOKEN_BYTES] + tail
+        self._ids[known * TOKEN_BYTES :] = tail  # in place: a long sequence grows by one token a step
         self.num_tokens = known + len(tail) // TOKEN_BYTES
         step = self._chunk_tokens * TOKEN_BYTES
         parent = self.keys[-1] if self.keys else self._root
@@ -170,7 +170,7 @@ class KeyChain:
         """Token bytes of the positions start … end-1."""
         if not 0 <= start <= end <= self.num_tokens:
             raise ConfigError(f"positions {start} to {end} asked for, the sequence has {self.num_tokens}")
-        return self._ids[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        return bytes(memoryview(self._ids)[start * TOKEN_BYTES : end * TOKEN_BYTES])
 
     def tail_block_keys(self, i: int, limit_tokens: int) -> bytes:
         """Block keys of chunk i's whole blocks that end at or before position `limit_tokens`."""
