@@ -18,6 +18,7 @@ from typing import Any
 
 from kvsnap.index import ABSENT, FILLING, READING, READY, UNCHECKED, Chunk
 from kvsnap.keys import ChunkKey, KeyChain
+from kvsnap.match import Match, Promise, cut
 from kvsnap.namespace import Namespace
 from kvsnap.policy import EvictionPolicy, FrequencyRecency, Rates, prefix_closed
 from kvsnap.promoter import Promoter, ReadJob
@@ -50,62 +51,6 @@ class CacheOptions:
     """Largest share of the slots that waiting requests may hold."""
     clean_share: float = 0.05
     """Share of the slots that can always be taken without a write."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Consecutive blocks of one chunk that a prompt can use."""
-
-    chunk: Chunk
-    first_block: int
-    """First block inside the chunk, 0-based."""
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """How far the tiers can serve a prompt beyond what the engine holds itself."""
-
-    pieces: tuple[Piece, ...]
-    """In order of position, without gaps."""
-    start_tokens: int
-    end_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the pieces hold."""
-        return self.end_tokens - self.start_tokens
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every piece is in DRAM and checked."""
-        return all(piece.chunk.state == READY for piece in self.pieces)
-
-    def ready_part(self, block_tokens: int) -> Match:
-        """The leading pieces that are in DRAM and checked."""
-        pieces: list[Piece] = []
-        for piece in self.pieces:
-            if piece.chunk.state != READY:
-                break
-            pieces.append(piece)
-        end = self.start_tokens + block_tokens * sum(piece.num_blocks for piece in pieces)
-        return Match(pieces=tuple(pieces), start_tokens=self.start_tokens, end_tokens=end)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """Pieces that are held for one request, and where their bytes are."""
-
-    pieces: tuple[Piece, ...]
-    places: tuple[tuple[int, int], ...]
-    """(slot, generation) of each piece."""
-    start_tokens: int
-    end_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the request gets."""
-        return self.end_tokens - self.start_tokens
 
 
 class TieredCache:
@@ -179,7 +124,7 @@ class TieredCache:
                 sibling, blocks = index.longest_start(wanted, _is_usable) if wanted else (None, 0)
             else:
                 sibling, blocks = None, 0
-        return self._cut(run, sibling, blocks, start_tokens, limit_tokens)
+        return cut(run, sibling, blocks, self.geometry, start_tokens, limit_tokens)
 
     def is_covered(self, block_keys: bytes) -> bool:
         """Whether some chunk in DRAM begins with all these blocks."""
@@ -221,14 +166,15 @@ class TieredCache:
     def promise(self, match: Match) -> Promise:
         """Pin what a request is told that it will get; shortened where too much is promised already.
 
-        Every piece must be ready. From here until `release` or the end of the load the
-        bytes stay as they are, whatever becomes of the chunks.
+        Cut at the first piece that is no longer ready (a clear may come in between). From
+        here until `release` or the end of the load the bytes stay as they are, whatever
+        becomes of the chunks.
         """
         share = self.options.promise_share if self._num_promised else 1.0  # a single request may have all
         room = int(share * self.residency.num_slots) - self._num_promised
-        pieces = match.pieces[: max(0, room)]
-        end = match.start_tokens + self._block_tokens * sum(piece.num_blocks for piece in pieces)
         with self.lock:
+            pieces = match.ready_part(self._block_tokens).pieces[: max(0, room)]
+            end = match.start_tokens + self._block_tokens * sum(piece.num_blocks for piece in pieces)
             places = tuple((piece.chunk.slot, piece.chunk.generation) for piece in pieces)
             for slot, _ in places:
                 self.residency.begin_op(slot)
@@ -277,14 +223,18 @@ class TieredCache:
         words; see `poll`.
 
         Returns:
-            (slot, generation), or None where no slot can be had without a write, or the
-            parent is not in DRAM: the store is skipped, and counted.
+            (slot, generation), or None where no slot can be had without a write, the parent
+            is not in DRAM, or the chunk is: the store is skipped, and counted.
         """
         with self.lock:
             index = self.residency.index
             above = index.get(parent) if depth else None
             if depth and (above is None or above.slot < 0):
                 self.counts["stores_skipped_no_parent"] += 1
+                return None
+            present = index.get(key)
+            if present is not None and present.slot >= 0:
+                self.counts["stores_skipped_present"] += 1  # a promotion was faster
                 return None
             if above is not None:
                 self.residency.shield([above])
@@ -305,8 +255,6 @@ class TieredCache:
             self.residency.touch(chunk, hit=False)
             self._filling[slot, generation] = chunk
             self.counts["stores"] += 1
-            for short in index.covered_by(chunk):
-                self.residency.cover(short)
             self.writer.wake()
             return slot, generation
 
@@ -463,35 +411,14 @@ class TieredCache:
             self.residency.end_op(job.slot)
 
     def set_checksum(self, chunk: Chunk, slot: int, generation: int, xxh3: bytes) -> None:
-        """The checksum of a stored chunk was computed."""
+        """The checksum of a stored chunk was computed; empty where that failed."""
         with self.lock:
-            if chunk.slot == slot and chunk.generation == generation and chunk.state == READY:
+            if xxh3 and chunk.slot == slot and chunk.generation == generation and chunk.state == READY:
                 chunk.dram_xxh3 = xxh3
                 self.dram.set_checksum(slot, xxh3)
             self.residency.end_op(slot)
 
     # -- inside ----------------------------------------------------------------------
-
-    def _cut(
-        self, run: list[Chunk], sibling: Chunk | None, sibling_blocks: int, start_tokens: int, limit_tokens: int
-    ) -> Match:
-        per_chunk = self._chunk_tokens // self._block_tokens
-        start, limit = start_tokens // self._block_tokens, limit_tokens // self._block_tokens
-        at = start - start % per_chunk
-        pieces: list[Piece] = []
-        position = start
-        spans = [(chunk, per_chunk) for chunk in run]
-        if sibling is not None:
-            spans.append((sibling, sibling_blocks))
-        for chunk, blocks in spans:
-            first = position - at
-            last = min(at + blocks, limit) - at
-            if last <= first:
-                break
-            pieces.append(Piece(chunk=chunk, first_block=first, num_blocks=last - first))
-            position = at + last
-            at += per_chunk
-        return Match(pieces=tuple(pieces), start_tokens=start_tokens, end_tokens=position * self._block_tokens)
 
     def _read_job(self, chunk: Chunk) -> ReadJob | None:
         if chunk.shard is None or self.disk is None or (chunk.parent is not None and chunk.parent.slot < 0):
@@ -526,6 +453,8 @@ class TieredCache:
         self.dram.commit(self._record(chunk))
         self.residency.ready(chunk)
         self.counts["stored"] += 1
+        for short in self.residency.index.covered_by(chunk):
+            self.residency.cover(short)
         self.writer.stored(chunk)
 
     def _record(self, chunk: Chunk) -> SlotRecord:

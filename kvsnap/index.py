@@ -199,12 +199,16 @@ class Index:
         """Short siblings whose blocks are all among the first blocks of `chunk`."""
         covered: list[Chunk] = []
         at = self._by_blocks.bisect_key_left(chunk.block_keys)
-        for position in range(at - 1, max(-1, at - 1 - _NEIGHBOURS), -1):
-            other: Chunk = self._by_blocks[position]
-            if chunk.block_keys.startswith(other.block_keys):
-                covered.append(other)
-            elif shared_blocks(other.block_keys, chunk.block_keys) == 0:
+        while at > 0:
+            other: Chunk = self._by_blocks[at - 1]
+            shared = shared_blocks(other.block_keys, chunk.block_keys)
+            if shared == 0:
                 break
+            if shared * BLOCK_KEY_BYTES == len(other.block_keys):
+                covered.append(other)
+                at -= 1
+            else:  # what is still to come has no more blocks than these: jump over all their siblings
+                at = self._by_blocks.bisect_key_right(chunk.block_keys[: shared * BLOCK_KEY_BYTES])
         return covered
 
 

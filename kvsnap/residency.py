@@ -197,8 +197,12 @@ class Residency:
         seen: set[ChunkKey] = set()
         order: list[Chunk] = []
         while heap and len(order) < count:
-            _, _, chunk, generation = heapq.heappop(heap)
+            score, _, chunk, generation = heapq.heappop(heap)
             if chunk.generation != generation or chunk.slot < 0 or chunk.key in seen or chunk.state != READY:
+                continue
+            current = self.score(chunk)
+            if current > score:  # used since it was offered
+                heapq.heappush(heap, (current, next(self._order), chunk, generation))
                 continue
             if children.get(chunk.key, chunk.dram_children) or chunk.shields or self._ops[chunk.slot]:
                 continue
@@ -237,12 +241,15 @@ class Residency:
 
     def _coldest(self, is_droppable: Callable[[Chunk], bool]) -> Chunk | None:
         skipped: list[tuple[float, int, Chunk, int]] = []
+        seen: set[Chunk] = set()  # a chunk is in the heap once for every time that it was offered
         victim: Chunk | None = None
         while self._heap and len(skipped) < _MAX_SKIPPED:
             entry = heapq.heappop(self._heap)
             score, _, chunk, generation = entry
             if chunk.generation != generation or not self._is_evictable(chunk):
                 continue  # offered again when it becomes a leaf or loses its pins
+            if chunk in seen:
+                continue
             current = self.score(chunk)
             if current > score:
                 heapq.heappush(self._heap, (current, next(self._order), chunk, generation))
@@ -250,14 +257,14 @@ class Residency:
             if is_droppable(chunk):
                 victim = chunk
                 break
+            seen.add(chunk)
             skipped.append(entry)
         for entry in skipped:
             heapq.heappush(self._heap, entry)
         return victim
 
     def _forget_if_gone(self, chunk: Chunk) -> None:
-        if chunk.slot < 0 and chunk.shard is None and chunk.first_child is None:
-            self.index.remove(chunk)
-            parent = chunk.parent
-            if parent is not None:
-                self._forget_if_gone(parent)
+        at: Chunk | None = chunk
+        while at is not None and at.slot < 0 and at.shard is None and at.first_child is None:
+            self.index.remove(at)
+            at = at.parent

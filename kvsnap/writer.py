@@ -48,6 +48,7 @@ class Writer:
         self._flushes = 0
         self._unhashed: deque[tuple[Chunk, int, int]] = deque()
         self._repairs: deque[str] = deque()
+        self._needed: set[str] = set()
         self._event = threading.Event()
         self._progress = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -134,13 +135,16 @@ class Writer:
         cache = self._cache
         deadline = time.monotonic() + timeout_s
         before = cache.counts["written_chunks"]
+        asked: set[ChunkKey] = set()
         self._flushes += 1
         try:
             while not cache.is_closed:
                 cache.poll()
                 with cache.lock:
                     for chunk in self._unsaved():
-                        self.want(chunk)
+                        if chunk.key not in asked:  # once: at the disk's cap writing one can evict another
+                            asked.add(chunk.key)
+                            self.want(chunk)
                     is_done = not self._wanted and not self._writing and not cache.has_pending_stores
                 if is_done or time.monotonic() >= deadline or (self.is_paused and not self._writing):
                     break
@@ -192,8 +196,10 @@ class Writer:
             self._next_usage = now + _USAGE_EVERY_S
             self._store_usage()
         while self._repairs:
-            self._repair(self._repairs[0])
-            self._repairs.popleft()
+            try:
+                self._repair(self._repairs[0])
+            finally:  # a repair that fails is not tried again: its chunks are out already
+                self._repairs.popleft()
         if self._is_due():
             self._write_one_shard()
 
@@ -247,8 +253,9 @@ class Writer:
         self._let_reads_pass()
         with cache.lock:
             batch = self._choose()
-            places = [(chunk, chunk.slot, chunk.generation) for chunk in batch]
-            for _, slot, _ in places:
+            places = [(chunk, chunk.slot, chunk.generation, chunk.dram_xxh3) for chunk in batch]
+            self._needed = {above.shard for chunk in batch for above in chunk.ancestors() if above.shard is not None}
+            for _, slot, _, _ in places:
                 cache.residency.begin_op(slot)
             self._writing = bool(batch)
         try:
@@ -258,21 +265,21 @@ class Writer:
             self._pause(str(error))
         finally:
             with cache.lock:
-                for _, slot, _ in places:
+                for _, slot, _, _ in places:
                     cache.residency.end_op(slot)
                 self._writing = False
+                self._needed = set()
                 self._is_urgent = False
                 self._wanted_since = time.monotonic()
             with self._progress:
                 self._progress.notify_all()
 
-    def _write(self, places: list[tuple[Chunk, int, int]]) -> None:
+    def _write(self, places: list[tuple[Chunk, int, int, bytes]]) -> None:
         cache = self._cache
         assert cache.disk is not None
         rows = []
-        for chunk, slot, generation in places:
+        for chunk, slot, generation, digest in places:
             views = cache.dram.views(slot, chunk.tokens)
-            digest = chunk.dram_xxh3
             if not digest:
                 digest = checksum(views)
                 with cache.lock:
@@ -291,6 +298,9 @@ class Writer:
             )
         shard = cache.disk.write(places[0][0].scope, rows)
         if shard is None:
+            with cache.lock:
+                for chunk, _, _, _ in places:  # others may find room; these are wanted again by a hit or a flush
+                    self._wanted.pop(chunk.key, None)
             cache.counts["writes_without_room"] += 1
             self._pause("the disk tier has no room, even after eviction")
             return
@@ -298,10 +308,10 @@ class Writer:
         self._last_write = time.time()
         with cache.lock:
             cache.shards.adopt([shard])
-            for chunk, _, _ in places:
+            for chunk, _, _, _ in places:
                 self._wanted.pop(chunk.key, None)
             cache.counts["written_chunks"] += len(places)
-            cache.counts["written_bytes"] += sum(cache.geometry.chunk_bytes(c.tokens) for c, _, _ in places)
+            cache.counts["written_bytes"] += sum(cache.geometry.chunk_bytes(c.tokens) for c, _, _, _ in places)
 
     def _choose(self) -> list[Chunk]:
         """Wanted chunks of one scope with their unwritten ancestors, parents first, up to a shard's size."""
@@ -342,7 +352,8 @@ class Writer:
         cache = self._cache
         assert cache.disk is not None
         with cache.lock:
-            standings = cache.shards.standings()
+            # Chunks whose ancestors' shards go now would be dead on arrival (invariant 6).
+            standings = [s for s in cache.shards.standings() if s.shard not in self._needed]
         freed = 0
         for shard_id in shards_to_drop(standings, needed_bytes):
             with cache.lock:

@@ -130,9 +130,10 @@ class DramTier:
             budget_bytes = available
         shape = _shape(namespace_id, geometry, budget_bytes, ranks)
         old = _read_old(held.fd)
-        if old is None or old[0] != shape:
-            if old is not None:
-                messages.append(f"{held.path} had another size or geometry and is replaced, its chunks are lost")
+        if old is None or old[0] != shape or old[1] is None:
+            if os.fstat(held.fd).st_size:
+                why = "had another size or geometry" if old and old[0] != shape else "is damaged or was never finished"
+                messages.append(f"{held.path} {why} and is replaced, its chunks are lost")
             os.ftruncate(held.fd, 0)
         try:
             os.posix_fallocate(held.fd, 0, shape.file_bytes)
@@ -145,9 +146,10 @@ class DramTier:
         previous = tier._map.read_owner()
         if previous is not None:
             tier._seq, tier.epoch = previous[0], previous[1].epoch
-        # Completion words of a past life must not be taken for ours: generations only grow,
-        # and a word is compared with the generation of a copy that we started.
+        # Completion words of a past life must not be taken for ours. Generations only grow,
+        # and nobody else maps the file now: both locks are ours.
         tier._map.loads[:] = 0
+        tier._map.done[:] = 0
         tier._write_owner()
         tier.found = list(tier._records())
         return tier
@@ -195,8 +197,7 @@ class DramTier:
         view = self._map.record(record.slot)
         f._FIXED.pack_into(
             view,
-            f.GENERATION,
-            record.generation,
+            f.EPOCH,
             self.epoch,
             record.tokens,
             record.depth,
@@ -281,9 +282,7 @@ class DramTier:
         shape = self._map.shape
         for slot in np.flatnonzero(self._map.state != f.EMPTY).tolist():
             view = self._map.record(slot)
-            generation, epoch, tokens, depth, scope_bytes, flags, key, parent, xxh3, scope = f._FIXED.unpack_from(
-                view, f.GENERATION
-            )
+            epoch, tokens, depth, scope_bytes, flags, key, parent, xxh3, scope = f._FIXED.unpack_from(view, f.EPOCH)
             sealed = struct.unpack_from("<I", view, f.crc_offset(shape))[0] == f.record_crc(view, shape)
             whole = self._map.state[slot] == f.VALID and sealed and epoch == self.epoch and flags & f.HAS_CHECKSUM
             blocks, odd = divmod(tokens, self._geometry.layout.block_tokens)
@@ -292,7 +291,7 @@ class DramTier:
                 continue
             yield SlotRecord(
                 slot=slot,
-                generation=generation,
+                generation=int(self._map.generation[slot]),
                 key=ChunkKey(key),
                 parent=ChunkKey(parent),
                 depth=depth,

@@ -48,7 +48,7 @@ STATE, HITS, LAST_USE, GENERATION, EPOCH = 0, 4, 8, 16, 24
 TOKENS, DEPTH, SCOPE_BYTES, FLAGS = 32, 36, 40, 44
 KEY, PARENT, XXH3, SCOPE, BLOCK_KEYS = 48, 80, 112, 128, 224
 SCOPE_MAX = BLOCK_KEYS - SCOPE
-_FIXED = struct.Struct("<QQIIII32s32s16s96s")
+_FIXED = struct.Struct("<QIIII32s32s16s96s")  # from EPOCH on: packing zeroes first, and a generation never shrinks
 HAS_CHECKSUM = 1
 
 EMPTY, FILLING, VALID = 0, 1, 2

@@ -7,6 +7,7 @@ be writing, so a new owner needs both.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -27,8 +28,10 @@ from kvsnap.tiers.dram_file import PAGE, STATE, VALID, decode_owner, read_header
 PREFIX = "kvsnap-"
 WORKERS_SUFFIX = ".workers"
 DYING_WAIT_S = 5.0
+SHARED_WAIT_S = 1.0
 _POLL_S = 0.05
 _MAX_FILES = 64
+_NOT_OURS = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR})
 
 log = logging.getLogger(__name__)
 
@@ -74,16 +77,15 @@ def claim(dram_dir: Path, base: str) -> Claim:
         path = dram_dir / f"{base}-{number}"
         while True:
             try:
-                fd = _open_own(path)
-                workers_fd = _open_own(path.with_name(path.name + WORKERS_SUFFIX))
-            except PermissionError as error:
-                messages.append(f"{path} is not usable: {error}")
-                break
+                fd, workers_fd = _open_both(path)
             except OSError as error:
+                if error.errno in _NOT_OURS:
+                    messages.append(f"{path} is not usable: {error}")
+                    break
                 raise StorageError(f"cannot create the DRAM tier in {dram_dir}: {error}") from error
             got_file = _try_lock(fd, fcntl.LOCK_EX)
             got_workers = got_file and _try_lock(workers_fd, fcntl.LOCK_EX)
-            if got_workers and _is_same(path, fd):
+            if got_workers and _is_same(path, fd) and _is_same(_workers_path(path), workers_fd):
                 return Claim(path, fd, workers_fd, messages)
             live = not got_file and _owner_lives(fd)
             os.close(fd)
@@ -103,13 +105,18 @@ def claim(dram_dir: Path, base: str) -> Claim:
 def hold_workers_lock(path: Path) -> int:
     """A worker's shared lock for as long as the returned descriptor stays open.
 
+    Tried for a while: who only looks whether workers live takes the lock for a moment.
+
     Raises:
         NotFoundError: a new owner is taking the file over, or it is gone.
     """
-    fd = _open_own(path.with_name(path.name + WORKERS_SUFFIX), create=False)
-    if not _try_lock(fd, fcntl.LOCK_SH):
-        os.close(fd)
-        raise NotFoundError(f"the DRAM tier {path} is being taken over by another engine")
+    fd = _open_own(_workers_path(path), create=False)
+    deadline = time.monotonic() + SHARED_WAIT_S
+    while not _try_lock(fd, fcntl.LOCK_SH):
+        if time.monotonic() >= deadline:
+            os.close(fd)
+            raise NotFoundError(f"the DRAM tier {path} is being taken over by another engine")
+        time.sleep(_POLL_S / 10)
     return fd
 
 
@@ -148,7 +155,7 @@ def remove_ownerless(dram_dir: Path, *, dry_run: bool = False, namespace_id: str
 
 
 def _remove(path: Path) -> bool:
-    workers = path.with_name(path.name + WORKERS_SUFFIX)
+    workers = _workers_path(path)
     try:
         fd = _open_own(path, create=False)
     except OSError:
@@ -201,20 +208,35 @@ def _info(path: Path, fd: int) -> DramFileInfo:
         path=str(path),
         bytes=status.st_blocks * 512,
         owner_alive=_is_locked(fd),
-        workers_alive=_path_is_locked(path.with_name(path.name + WORKERS_SUFFIX)),
+        workers_alive=_path_is_locked(_workers_path(path)),
         namespace_id=namespace,
         chunks=chunks,
         last_use=status.st_mtime,
     )
 
 
+def _workers_path(path: Path) -> Path:
+    return path.with_name(path.name + WORKERS_SUFFIX)
+
+
+def _open_both(path: Path) -> tuple[int, int]:
+    fd = _open_own(path)
+    try:
+        return fd, _open_own(_workers_path(path))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def _open_own(path: Path, *, create: bool = True, write: bool = True) -> int:
-    flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    # Not blocking: a pipe of this name, put there by somebody else, must not hold us up.
+    flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    flags |= os.O_CREAT if create else 0
     fd = os.open(path, flags, 0o600)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         os.close(fd)
-        raise PermissionError(f"expected a regular file of user {os.geteuid()} with mode 0600")
+        raise PermissionError(errno.EACCES, f"expected a regular file of user {os.geteuid()} with mode 0600")
     return fd
 
 
