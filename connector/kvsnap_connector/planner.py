@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvsnap.cache import Match, Promise, TieredCache
+from kvsnap.cache import TieredCache
 from kvsnap.index import READING, READY, Chunk
 from kvsnap.keys import ChunkKey, KeyChain, root_key, scope_name
+from kvsnap.match import Match, Promise
 from kvsnap_connector.metadata import CopyOp, StepPlan, WorkerReport
 from kvsnap_connector.requests import RequestState, RequestView
 

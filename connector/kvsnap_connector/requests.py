@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvsnap.cache import Match, Promise
 from kvsnap.keys import ChunkKey, KeyChain
+from kvsnap.match import Match, Promise
 
 
 class RequestView(Protocol):

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvsnap.config import Config, parse_size
 from kvsnap.control import ControlServer
-from kvsnap.errors import ConfigError, KvsnapError
+from kvsnap.errors import ConfigError, KvsnapError, StorageError
 from kvsnap.namespace import Namespace
 from kvsnap.runtime import process_start_time, runtime_dir
 from kvsnap.tiers.dram import TierInfo
@@ -154,15 +154,18 @@ class SchedulerHalf:
     # -- start-up --------------------------------------------------------------------
 
     def _import_snapshot(self, url: str) -> None:
+        disk = self.cache.disk
         try:
-            report = import_at_start(url, self._config.cache_dir, self._namespace)
+            if disk is None:
+                raise StorageError("the disk tier is off, and that is where a snapshot goes")
+            self._log.info("kvsnap: snapshot %s: %s", url, import_at_start(url, disk))
         except (KvsnapError, OSError) as error:
             if self._config.snapshot_required:
                 raise ConfigError(f"snapshot {url} can't be used, and snapshot_required is set: {error}") from error
             self._log.warning("kvsnap: snapshot %s can't be used, starting without it: %s", url, error)
             return
-        self._log.info("kvsnap: snapshot %s: %s", url, report)
         self.cache.writer.read_directory()
+        self.cache.shards.apply_usage(disk.load_usage())
 
     def _preload(self) -> None:
         config = self._config

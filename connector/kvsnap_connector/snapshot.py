@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from kvsnap.errors import ConfigError
+from kvsnap.tiers.disk import DiskTier
 
-from kvsnap.namespace import Namespace
 
-
-def import_at_start(url: str, cache_dir: Path, namespace: Namespace) -> str:
-    """Import `url` (`URL@ref`) for exactly this namespace; returns a line for the log.
+def import_at_start(url: str, tier: DiskTier) -> str:
+    """Import `url` (`URL@ref`) into the engine's own disk tier; returns a line for the log.
 
     Raises:
         IncompatibleError: made for another engine; names the fields that differ.
         KvsnapError: it can't be read, or is damaged.
     """
+    # Imported here: snapshots need pyarrow, which an engine without one never loads.
+    from kvsnap.repository import split_snapshot_url
     from kvsnap.snapshot_import import import_snapshot
 
-    report = import_snapshot(url, cache_dir, expect=namespace)
-    return f"{report.chunks} chunks, {report.bytes} bytes imported"
+    repository, ref = split_snapshot_url(url)
+    if ref is None:
+        raise ConfigError(f"snapshot {url} names no ref or id; write it as URL@ref")
+    report = import_snapshot(repository, ref, tier.cache_dir, expect=tier.ns, tier=tier)
+    return (
+        f"{report.num_chunks} of {report.total_chunks} chunks are here "
+        f"({report.imported_shards} shards, {report.imported_bytes >> 20} MiB imported now)"
+    )
