@@ -184,6 +184,9 @@ def _from_table(table: Any) -> Catalog:
         if name == "scope":
             if pa.types.is_string(column.type):
                 column = column.dictionary_encode()
+            elif not (pa.types.is_dictionary(column.type) and pa.types.is_string(column.type.value_type)):
+                raise ValueError(f"column scope has type {column.type}, expected string")
+            column.validate(full=True)
             combined = column.unify_dictionaries().combine_chunks()
             if isinstance(combined, pa.ChunkedArray):  # no chunk at all
                 combined = pa.array([], pa.dictionary(pa.int32(), pa.string()))
@@ -215,13 +218,14 @@ def _byte_column(column: Any, name: str) -> Bytes2:
 def _check(catalog: Catalog, shard_bytes: I64, what: str) -> None:
     rows = np.arange(len(catalog))
     parent, depth = catalog.parent_row, catalog.depth
-    has_parent = parent >= 0
+    has_parent = (parent >= 0) & (parent < rows)
     parent_depth = np.where(has_parent, depth[np.where(has_parent, parent, 0)] if len(rows) else 0, -1)
     in_shard = (catalog.shard >= 0) & (catalog.shard < len(shard_bytes))
     ends = np.where(in_shard, shard_bytes[np.where(in_shard, catalog.shard, 0)] if len(shard_bytes) else 0, -1)
     for good, text in (
         ((parent >= -1) & (parent < rows), "its parent isn't before it"),
         (depth == parent_depth + 1, "its depth isn't its parent's plus one"),
+        ((catalog.scope_code >= 0) & (catalog.scope_code < len(catalog.scope)), "its scope is unknown"),
         (catalog.tokens > 0, "it holds no token"),
         (in_shard, "its shard isn't in the manifest"),
         ((catalog.offset > 0) & (catalog.offset <= MAX_SHARD_BYTES), "its offset is out of range"),

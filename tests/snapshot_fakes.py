@@ -16,7 +16,7 @@ CAP_BYTES = 1 << 30
 
 
 def chain(ns: Namespace, ids: Sequence[int], *, salt: str | None = None, start: int = 0) -> list[ChunkToWrite]:
-    """The chunks of a prompt from chunk number `start`; the last may be short. Their bytes depend on their keys only."""
+    """The chunks of a prompt from chunk number `start`; the last may be short. A key always has the same bytes."""
     block_tokens = ns.layout.block_tokens
     keys = KeyChain(root_key(ns.identity.hash(), ns.chunk_tokens, salt=salt), ns.chunk_tokens, block_tokens)
     keys.extend(list(ids))
@@ -54,10 +54,7 @@ def store(cache_dir: Path, ns: Namespace, *shards: list[ChunkToWrite], scope: st
 
 
 def filled_cache(cache_dir: Path, ns: Namespace | None = None) -> Namespace:
-    """Two shards: a shared prefix of two chunks and its first branch; a second branch, whose ancestors are in the first.
-
-    7 chunks: 2 shared, 3 (one short) of the first branch, 2 of the second.
-    """
+    """Two shards, 7 chunks: a shared prefix of 2 and a branch of 3 (the last one short); a second branch of 2."""
     ns = ns or make_namespace()
     first = chain(ns, prompt(1, 4 * 64 + 32, shared=128))
     second = chain(ns, prompt(2, 4 * 64, shared=128), start=2)
@@ -84,6 +81,11 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
+def garble(path: Path) -> None:
+    """Something else altogether."""
+    path.write_bytes(b'{"garbage": [1, 2')
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "flip in the middle": lambda path: flip(path, path.stat().st_size // 2),
     "flip at the start": lambda path: flip(path, 100),
@@ -91,6 +93,6 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "empty": lambda path: os.truncate(path, 0),
     "longer": lambda path: os.truncate(path, path.stat().st_size + 4096),
     "deleted": lambda path: path.unlink(),
-    "garbage": lambda path: path.write_bytes(b'{"garbage": [1, 2') and None,
+    "garbage": garble,
 }
 """What can happen to a file."""

@@ -621,7 +621,7 @@ class TestUntrusted:
         needy = self._publish(repo, {**manifest, "required_features": ["lz4"]})
         extended = self._publish(repo, {**manifest, "x_note": "kept"})
 
-        with pytest.raises(IncompatibleError, match="format version 2.*upgrade"):
+        with pytest.raises(IncompatibleError, match=r"format version 2.*upgrade"):
             repository.manifest(repository.resolve(later))
         with pytest.raises(IncompatibleError, match="lz4"):
             repository.manifest(repository.resolve(needy))
