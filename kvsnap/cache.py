@@ -406,6 +406,8 @@ class TieredCache:
                         self.dram.commit(self._record(chunk))
                     self.residency.ready(chunk)
                     self.counts["promoted" if job.is_read else "attached"] += 1
+                    if chunk.hits and self.options.persist in ("auto", "hot"):
+                        self.writer.want(chunk)  # hot, and the last engine did not get to write it
                 else:
                     self.residency.vacate_subtree(chunk)
             self.residency.end_op(job.slot)
