@@ -6,6 +6,7 @@ file system or a caller's buffer can't do is done buffered instead, so nothing h
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -96,6 +97,16 @@ def read_file(path: Path, views: Sequence[memoryview], offset: int, *, direct: b
         raise StorageError(f"{path} can't be read at byte {offset}: {error.strerror or error}") from error
     finally:
         os.close(fd)
+
+
+def read_ahead(path: Path, nbytes: int) -> None:
+    """Have the kernel fetch the first `nbytes` of a file in the background; says nothing if it can't."""
+    _advise(path, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def forget_cached(path: Path) -> None:
+    """Have the next buffered read of a file come from the disk; says nothing if it can't."""
+    _advise(path, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
@@ -211,6 +222,15 @@ def _after(views: list[memoryview], done: int) -> list[memoryview]:
             return [view[done:], *views[i + 1 :]]
         done -= len(view)
     return []
+
+
+def _advise(path: Path, nbytes: int, advice: int) -> None:
+    with contextlib.suppress(OSError, StorageError):
+        fd = open_read(path, direct=False)
+        try:
+            os.posix_fadvise(fd, 0, nbytes, advice)
+        finally:
+            os.close(fd)
 
 
 def _forget_cached(fd: int, offset: int, nbytes: int) -> None:

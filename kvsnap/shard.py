@@ -34,7 +34,8 @@ MAX_CHUNKS = 512
 TARGET_BYTES = 128 << 20
 """Size at which a writer publishes."""
 
-_FIRST_READ = 64 << 10
+FIRST_READ = 64 << 10
+"""Bytes that a reader asks for at once; holds most headers."""
 _PREFIX = '{"__metadata__":{"kvsnap":"'
 
 
@@ -164,7 +165,7 @@ def _read_header(fd: int, expect: Namespace | None, where: str) -> ShardHeader:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise StorageError(f"{where} is not a regular file")
-        head = os.pread(fd, min(_FIRST_READ, found.st_size), 0)
+        head = os.pread(fd, min(FIRST_READ, found.st_size), 0)
         length = _header_length(head, found.st_size, where)
         while len(head) < 8 + length:
             more = os.pread(fd, 8 + length - len(head), len(head))

@@ -12,6 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,13 +22,16 @@ from kvsnap.canonical import canonical_json
 from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, StorageError
 from kvsnap.keys import ChunkKey
 from kvsnap.namespace import Namespace
-from kvsnap.shard import ChunkEntry, ShardHeader, checksum, encode_header, read_header, write_shard
+from kvsnap.shard import FIRST_READ, ChunkEntry, ShardHeader, checksum, encode_header, read_header, write_shard
 from kvsnap.tiers import engines, paths, quota, usage, writers
 from kvsnap.tiers.publish import Fill, publish
 from kvsnap.tiers.room import Room
 from kvsnap.tiers.scan import Listing
 
 log = logging.getLogger(__name__)
+
+_READ_AHEAD = 16
+"""Headers on their way from the disk during a scan."""
 
 
 class ChunkToWrite(NamedTuple):
@@ -155,7 +159,11 @@ class DiskTier:
 
     def scan(self) -> Iterator[Shard]:
         """All shards that aren't known yet, one header read per step. Damaged ones go to quarantine."""
-        for shard_id in self._listing.all():
+        ids = [shard_id for shard_id in self._listing.all() if self._listing.is_new(shard_id)]
+        upcoming = iter(ids)
+        for i, shard_id in enumerate(ids):
+            for ahead in islice(upcoming, 1 if i else _READ_AHEAD):
+                direct_io.read_ahead(self._path(ahead), FIRST_READ)
             if self._listing.is_new(shard_id) and (shard := self._open(shard_id)) is not None:
                 self._listing.know(shard_id)
                 yield shard
@@ -172,7 +180,7 @@ class DiskTier:
             try:
                 return self._read_shard(shard_id)
             except CorruptChunkError:
-                _drop_cached(self._path(shard_id))
+                direct_io.forget_cached(self._path(shard_id))
                 return self._read_shard(shard_id)
         except StorageError as error:
             if os.path.lexists(self._path(shard_id)):  # else it has just vanished
@@ -459,16 +467,6 @@ def _default_cap(cache_dir: Path) -> int:
     while not cache_dir.exists():
         cache_dir = cache_dir.parent
     return quota.default_cap(cache_dir)
-
-
-def _drop_cached(path: Path) -> None:
-    """Have the next read come from the disk."""
-    with contextlib.suppress(OSError, StorageError):
-        fd = direct_io.open_read(path, direct=False)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def _digested(pieces: Iterable[bytes | memoryview], digest: hashlib._Hash, nbytes: int) -> Iterator[bytes | memoryview]:

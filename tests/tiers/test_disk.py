@@ -133,19 +133,19 @@ class TestScan:
     def test_is_driven_step_by_step(self, tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
         for seed in (1, 2, 3):
             write(tier, seed)
-        opened: list[str] = []
-        real = os.open
+        parsed: list[int] = []
+        real = os.pread
 
-        def count(path: str | Path, flags: int, mode: int = 0o777) -> int:
-            opened.extend([str(path)] if str(path).endswith(".safetensors") else [])
-            return real(path, flags, mode)
+        def count(fd: int, nbytes: int, offset: int) -> bytes:
+            parsed.append(fd)
+            return real(fd, nbytes, offset)
 
         again = DiskTier(tier.cache_dir, NS, cap_bytes=CAP)
-        monkeypatch.setattr(os, "open", count)
+        monkeypatch.setattr(os, "pread", count)
         steps = again.scan()
         next(steps)
 
-        assert len(opened) == 1
+        assert len(parsed) == 1
         assert len(list(steps)) == 2
         assert list(again.scan()) == []
 
