@@ -86,7 +86,8 @@ def import_snapshot(
             of the directory are asked: if there are any, one must match.
         allow_partial: Import what is whole of a damaged snapshot instead of refusing it.
         dry_run: Check and plan; touch nothing.
-        tier: The open disk tier of `expect`, for an engine that imports for itself.
+        tier: The open disk tier of an engine that imports for itself: it may be asked to evict, and its next `poll`
+            reports the new shards.
 
     Raises:
         NotFoundError: no such repository or snapshot.
@@ -130,14 +131,12 @@ def import_snapshot(
     if not usable:
         plan.count(report, present)
         return report
-    disk = tier or DiskTier(cache_dir, ns)
-    try:
+    # Always a tier of its own: to the engine's tier the shards are then new ones, which its next `poll` reports.
+    with DiskTier(cache_dir, ns) as disk:
+        disk.evict = None if tier is None else tier.evict
         placed = _fetch(repository, disk, plan, usable, present, report, allow_partial=allow_partial, progress=progress)
         plan.count(report, placed)
         _add_usage(disk, catalog, plan.live(placed))
-    finally:
-        if disk is not tier:
-            disk.close()
     return report
 
 

@@ -17,7 +17,7 @@ from kvsnap.namespace import Namespace
 from kvsnap.repository import Repository
 from kvsnap.snapshot_export import ExportReport, export_snapshot
 from kvsnap.snapshot_import import import_snapshot
-from kvsnap.tiers.disk import DiskTier
+from kvsnap.tiers.disk import DiskTier, Shard
 from kvsnap.verify import verify_cache_dir, verify_snapshot
 from tests.disk_fakes import Snapshot, make_namespace
 from tests.snapshot_fakes import DAMAGE, chain, chunks_at, filled_cache, flip, prompt, store
@@ -526,6 +526,33 @@ class TestImport:
 
         assert report.is_full == (report.imported_shards < 2)
         assert sum(path.lstat().st_blocks * 512 for path in (tmp_path / "other").rglob("*")) <= cap
+
+    def test_an_engine_that_imports_for_itself_finds_the_shards(
+        self, ns: Namespace, repo: Path, exported: ExportReport, tmp_path: Path
+    ) -> None:
+        """What is imported must be reported as new, also to the tier that did it."""
+        with DiskTier(tmp_path / "other", ns, cap_bytes=1 << 30) as disk:
+            assert list(disk.scan()) == []
+
+            import_snapshot(str(repo), "prod", tmp_path / "other", expect=ns, tier=disk)
+
+            assert {shard.id for shard in disk.poll()[0]} == {path.stem for path in shards_of(repo)}
+
+    def test_an_engine_makes_room_for_its_snapshot(
+        self, ns: Namespace, repo: Path, exported: ExportReport, tmp_path: Path
+    ) -> None:
+        """A directory full of older chunks of the same engine takes the snapshot all the same."""
+        cap = 2 * sum(path.stat().st_size for path in shards_of(repo)) + (400 << 10)
+        with DiskTier(tmp_path / "other", ns, cap_bytes=cap) as disk:
+            old: list[Shard] = []
+            while shard := disk.write("", chain(ns, prompt(100 + len(old), 256))):
+                old.append(shard)
+            disk.evict = lambda nbytes: disk.drop(old.pop().id) if old else 0
+
+            report = import_snapshot(str(repo), "prod", tmp_path / "other", expect=ns, tier=disk)
+
+        assert report.num_chunks == 7
+        assert not report.is_full
 
     def test_dry_run_touches_nothing(self, repo: Path, exported: ExportReport, tmp_path: Path) -> None:
         before = Snapshot.of(tmp_path)

@@ -18,6 +18,8 @@ from kvsnap.errors import KvsnapError
 from kvsnap.namespace import Namespace
 from kvsnap.runtime import process_start_time
 from kvsnap.tiers.disk import DiskTier
+from kvsnap.tiers.dram import DramTier
+from kvsnap.tiers.dram_lock import list_dram_files
 from kvsnap.tiers.engines import EngineRecord
 from kvsnap_jobs.cli import main
 from tests.disk_fakes import Snapshot, make_namespace
@@ -364,3 +366,32 @@ class TestAtRest:
         assert report["used_bytes"] >= row["real_bytes"] > 0
         assert report["engines"] == report["dram_files"] == []
         assert "dead chunks" in run("status", "--cache-dir", cache, "--dram-dir", tmp_path).stdout
+
+    def test_dram_files_at_rest_are_shown_and_cleared(self, cache: Path, ns: Namespace, tmp_path: Path) -> None:
+        """Only those of this directory: another one's of the same namespace may be about to serve."""
+        dram_dir = tmp_path / "dram"
+        dram_dir.mkdir()
+        for directory in (cache, tmp_path / "other"):
+            directory.mkdir(exist_ok=True)
+            DramTier.open(dram_dir, directory, ns.id(), ns.geometry, budget_bytes=1 << 20, ranks=1).close()
+        args = ("--cache-dir", cache, "--dram-dir", dram_dir)
+
+        (file,) = run_json("status", *args)["dram_files"]
+        planned = run_json("clear", *args, "--tier", "dram", "--dry-run")
+        done = run_json("clear", *args, "--tier", "dram")
+
+        assert not file["is_used"]
+        assert planned["dram_files"] == done["dram_files"] == 1
+        assert run_json("status", *args)["dram_files"] == []
+        assert len(list_dram_files(dram_dir)) == 1
+        assert run_json("status", *args)["namespaces"][0]["num_chunks"] == 7
+
+    def test_a_dram_file_in_use_stays(self, cache: Path, ns: Namespace, tmp_path: Path) -> None:
+        tier = DramTier.open(tmp_path, cache, ns.id(), ns.geometry, budget_bytes=1 << 20, ranks=1)
+        args = ("--cache-dir", cache, "--dram-dir", tmp_path)
+
+        report = run_json("clear", *args, "--tier", "dram")
+
+        assert report["dram_files"] == 0
+        assert run_json("status", *args)["dram_files"][0]["is_used"]
+        tier.close()
