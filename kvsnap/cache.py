@@ -94,6 +94,7 @@ class TieredCache:
         if disk is not None:
             self.shards.adopt(list(disk.scan()))
             self.shards.apply_usage(disk.load_usage())
+            disk.enforce_cap()  # the cap may be smaller than at the last start
 
     def start(self) -> None:
         """Start the threads; before that nothing moves."""
