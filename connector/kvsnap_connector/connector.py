@@ -232,6 +232,7 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except ConfigError:
             raise
         except Exception as error:
+            self._close(half)
             self._turn_off_at_start(error)
             return
         if half.off_reason is not None:
@@ -376,12 +377,15 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Flush and close within bounds. Nothing depends on being called."""
         for half in (self._scheduler, self._worker):
             if half is not None:
-                try:
-                    half.shutdown() if isinstance(half, SchedulerHalf) else half.close()
-                except Exception as error:
-                    log.error("kvsnap: shutdown failed", exc_info=error)
+                self._close(half)
         try:
             rendezvous.remove_own(self._engine_id)
+        except Exception as error:
+            log.error("kvsnap: shutdown failed", exc_info=error)
+
+    def _close(self, half: SchedulerHalf | WorkerHalf) -> None:
+        try:
+            half.close() if isinstance(half, WorkerHalf) else half.shutdown()
         except Exception as error:
             log.error("kvsnap: shutdown failed", exc_info=error)
 
