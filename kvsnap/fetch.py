@@ -63,7 +63,7 @@ class ShardFetcher:
         def checked() -> Iterator[memoryview]:
             head = _HeaderCheck(target, self._disk.ns, name)
             with self._storage.open_read(name) as reader:
-                for piece in pieces(reader, limit=target.nbytes + 1):
+                for piece in pieces(reader, limit=target.nbytes):
                     head.update(piece)
                     hasher.update(piece)
                     yield piece

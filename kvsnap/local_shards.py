@@ -17,6 +17,7 @@ from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError, S
 from kvsnap.keys import ChunkKey, root_key
 from kvsnap.namespace import Namespace
 from kvsnap.shard import MAX_HEADER_BYTES, ChunkEntry, ShardHeader, read_header
+from kvsnap.storage.local import read_at, set_direct
 from kvsnap.tiers import paths, usage
 
 IMPORTED_ID_DIGITS = 64
@@ -84,8 +85,8 @@ def read_usage(directory: Path) -> dict[ChunkKey, tuple[int, float]]:
 
 
 @contextmanager
-def open_shard(path: Path) -> Iterator[int]:
-    """A file descriptor of a shard, for reading through the page cache.
+def open_shard(path: Path, *, direct: bool = False) -> Iterator[int]:
+    """A file descriptor of a shard; with `direct` for reading past the page cache, where that works.
 
     Raises:
         NotFoundError: it has vanished.
@@ -93,6 +94,8 @@ def open_shard(path: Path) -> Iterator[int]:
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if direct:
+            set_direct(fd, True)
     except FileNotFoundError:
         raise NotFoundError(f"shard {path} has vanished") from None
     except OSError as error:
@@ -148,7 +151,7 @@ class FdReader:
 
     def readinto(self, buffer: memoryview, /) -> int:
         try:
-            found = os.preadv(self._fd, [buffer], self._position)
+            found = read_at(self._fd, buffer, self._position)
         except OSError as error:
             raise StorageError(f"{self._name} can't be read: {error}") from error
         self._position += found

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
+from kvsnap.direct_io import aligned_buffer
 from kvsnap.manifest import Digest
 from kvsnap.storage.base import Reader
 
@@ -90,14 +91,13 @@ def new_hashes() -> tuple[Any, Any]:
     return xxhash.xxh3_128(), blake3()
 
 
-def pieces(reader: Reader, *, limit: int, buffer: memoryview | None = None) -> Iterator[memoryview]:
-    """Read to the end, or to `limit` bytes; each piece is valid until the next one is asked for."""
-    if buffer is None:
-        buffer = memoryview(bytearray(PIECE_BYTES))
-    left = limit
-    while left:
-        found = reader.readinto(buffer[: min(left, len(buffer))])
-        if not found:
-            return
+def pieces(reader: Reader, *, limit: int) -> Iterator[memoryview]:
+    """Read to the end, or until more than `limit` bytes came: whoever expects so many needs no more to see the rest.
+
+    Each piece is valid until the next one is asked for. The buffer is aligned, so O_DIRECT takes it.
+    """
+    buffer = aligned_buffer(PIECE_BYTES)
+    total = 0
+    while total <= limit and (found := reader.readinto(buffer)):
         yield buffer[:found]
-        left -= found
+        total += found

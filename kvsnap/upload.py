@@ -90,8 +90,8 @@ class Uploader:
         hasher = ShardHasher(entries)
 
         def feed() -> Iterator[memoryview]:
-            with open_shard(shard.path) as fd:
-                for piece in pieces(FdReader(fd, str(shard.path)), limit=shard.header.file_bytes + 1):
+            with open_shard(shard.path, direct=True) as fd:
+                for piece in pieces(FdReader(fd, str(shard.path)), limit=shard.header.file_bytes):
                     hasher.update(piece)
                     yield piece
 

@@ -220,7 +220,7 @@ def _read_stored(
     entries = () if header is None else header.chunks
     hasher = ShardHasher(entries)
     with repository.storage.open_read(name) as reader:
-        for piece in pieces(reader, limit=nbytes + 1):
+        for piece in pieces(reader, limit=nbytes):
             hasher.update(piece)
     report.read_bytes += hasher.nbytes
     before = len(report.problems)
@@ -248,8 +248,8 @@ def _read_local(shard: LocalShard, report: VerifyReport) -> None:
     hasher = ShardHasher(entries)
     name = str(shard.path)
     try:
-        with open_shard(shard.path) as fd:
-            for piece in pieces(FdReader(fd, name), limit=shard.header.file_bytes + 1):
+        with open_shard(shard.path, direct=True) as fd:
+            for piece in pieces(FdReader(fd, name), limit=shard.header.file_bytes):
                 hasher.update(piece)
     except NotFoundError:
         return

@@ -7,6 +7,7 @@ directory is fsynced. Nothing below the root is ever followed through a symbolic
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvsnap.atomic import fsync_dir, link_new
+from kvsnap.direct_io import O_DIRECT
 from kvsnap.errors import NotFoundError, StorageError
 from kvsnap.storage.base import Buffer, ObjectInfo, Reader, Storage, is_valid_name, validate_name
 
@@ -41,8 +43,11 @@ class LocalStorage(Storage):
 
     def put_stream(self, pieces: Iterable[Buffer], name: Callable[[], str]) -> bool:
         with _translate(self.url):
-            self.root.mkdir(parents=True, exist_ok=True)
+            if not self.root.is_dir():
+                self.root.mkdir(parents=True, exist_ok=True)
+                fsync_dir(self.root.parent)
             with self._temp() as (fd, temp):
+                set_direct(fd, True)
                 for piece in pieces:
                     _write_all(fd, piece)
                 final = self._place(name())
@@ -70,6 +75,7 @@ class LocalStorage(Storage):
     @contextmanager
     def open_read(self, name: str) -> Iterator[Reader]:
         with self._open(name) as fd:
+            set_direct(fd, True)
             yield _FileReader(fd, name)
 
     def head(self, name: str) -> ObjectInfo:
@@ -187,10 +193,13 @@ class _FileReader:
     def __init__(self, fd: int, name: str) -> None:
         self._fd = fd
         self._name = name
+        self._position = 0
 
     def readinto(self, buffer: memoryview, /) -> int:
         with _translate(self._name):
-            return os.readv(self._fd, [buffer])
+            found = read_at(self._fd, buffer, self._position)
+        self._position += found
+        return found
 
 
 @contextmanager
@@ -202,10 +211,34 @@ def _translate(what: str) -> Iterator[None]:
         raise StorageError(f"{what}: {error}") from error
 
 
+def set_direct(fd: int, direct: bool) -> None:
+    """Have an open file read and written past the page cache, or not; stays as it is where that isn't possible."""
+    with suppress(OSError):
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | O_DIRECT if direct else flags & ~O_DIRECT)
+
+
+def read_at(fd: int, buffer: memoryview, offset: int) -> int:
+    """`preadv` that goes through the page cache from where O_DIRECT doesn't take the buffer or the offset."""
+    try:
+        return os.preadv(fd, [buffer], offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        set_direct(fd, False)
+        return os.preadv(fd, [buffer], offset)
+
+
 def _write_all(fd: int, piece: Buffer) -> None:
+    """Write; through the page cache from where O_DIRECT doesn't take the piece."""
     view = memoryview(piece).cast("B")
     while view:
-        view = view[os.write(fd, view) :]
+        try:
+            view = view[os.write(fd, view) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT:
+                raise
+            set_direct(fd, False)
 
 
 def _remove_if_unlocked(path: Path) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -395,3 +397,17 @@ class TestAtRest:
         assert report["dram_files"] == 0
         assert run_json("status", *args)["dram_files"][0]["is_used"]
         tier.close()
+
+
+def test_starting_the_command_loads_nothing_heavy() -> None:
+    """Commands that need no catalog must not wait for pyarrow; an engine without a snapshot never loads it."""
+    heavy = ("pyarrow", "blake3", "boto3", "torch", "vllm")
+    code = f"import sys, kvsnap_jobs.cli; print([name for name in {heavy} if name in sys.modules])"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_env())
+
+    assert done.stdout.strip() == "[]"
+
+
+def _env() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
