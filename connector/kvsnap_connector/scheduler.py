@@ -218,7 +218,7 @@ class SchedulerHalf:
                 path,
                 {
                     "status": lambda args: self.status(),
-                    "flush": lambda args: self.cache.flush(float(args.get("timeout_s", 60.0))),
+                    "flush": lambda args: self.cache.flush(float(args.get("timeout_s", 600.0))),
                     "clear": lambda args: self._clear(str(args.get("tier", "all"))),
                 },
             )
