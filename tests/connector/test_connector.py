@@ -50,7 +50,7 @@ class Engine:
         self.cache_config, self.caches = make_cache(num_blocks=32)
         self.scheduler: Any = None
         self.worker: Any = None
-        self._steps = 0
+        self.received: set[str] = set()
 
     def start(self) -> None:
         """As `EngineCore.__init__` does it."""
@@ -74,12 +74,13 @@ class Engine:
         answer = self.worker.get_handshake_metadata()
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): answer})
 
-    def step(self, request: Request, table: list[int], *, computed: int, scheduled: int) -> Any:
-        """One engine step that runs one request; returns the worker's load errors."""
+    def step(self, request: Request | None, table: list[int], *, computed: int, scheduled: int) -> Any:
+        """One engine step that runs one request, or none; returns the worker's load errors."""
+        ran = [] if request is None else [request.request_id]
         output = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, num_computed_tokens=computed)],
+            scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=computed) for name in ran],
             scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-            num_scheduled_tokens={request.request_id: scheduled},
+            num_scheduled_tokens=dict.fromkeys(ran, scheduled),
             preempted_req_ids=set(),
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (table,)),
         )
@@ -91,6 +92,7 @@ class Engine:
                 self.caches[name][block] = torch.randn(self.caches[name][block].shape)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(set())
+        self.received = results.finished_recving
         errors = self.worker.get_block_ids_with_load_errors()
         report = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
@@ -210,6 +212,35 @@ def test_a_promise_that_nobody_keeps_is_reported(engine: Engine, broken: str) ->
 
     assert tokens == 5 * TOKENS
     assert errors == set(SECOND[:5])
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_an_asynchronous_load_ends_once_either_way(engine: Engine, is_broken: bool) -> None:
+    """B02, A22: model runner V2. The request waits for the report, and holds its blocks until then."""
+    engine.config.use_v2_model_runner = True
+    engine.start()
+    engine.run(Request("a", PROMPT), FIRST)
+    stored = engine.pages(FIRST[:5])
+    request = Request("b", PROMPT)
+    blocks = SimpleNamespace(get_block_ids=lambda: (SECOND,))
+    half = engine.scheduler._scheduler
+    if is_broken:
+        half.admitted = lambda *args: 1 // 0
+
+    engine.scheduler.on_new_request(request)
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (5 * TOKENS, True)
+    engine.scheduler.update_state_after_alloc(request, blocks, 5 * TOKENS)
+    errors = engine.step(None, [], computed=0, scheduled=0)
+
+    assert engine.received == {"b"}
+    if is_broken:
+        assert errors == set(SECOND[:5])
+    else:
+        assert errors == set()
+        assert torch.equal(engine.pages(SECOND[:5]), stored)
+    engine.scheduler.update_state_after_alloc(request, blocks, 0)
+    assert engine.step(request, SECOND, computed=5 * TOKENS, scheduled=3) == set()
+    assert engine.received == set()
 
 
 def test_a_worker_that_breaks_reports_its_loads(engine: Engine) -> None:
