@@ -129,7 +129,7 @@ class Repository:
                 "features": {name: [] for name in FEATURES},
                 "format": FORMAT,
                 "kind": KIND,
-                "store": dict(storage.capabilities()),
+                "store": storage.capabilities().to_json(),
             }
             storage.put_if_absent(MARKER_NAME, canonical_json(marker))
         try:

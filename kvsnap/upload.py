@@ -87,26 +87,38 @@ class Uploader:
 
     def _send(self, shard: LocalShard) -> UploadedShard:
         entries = shard.header.chunks
+        nbytes = shard.header.file_bytes
+        storage = self._repository.storage
         hasher = ShardHasher(entries)
 
-        def feed() -> Iterator[memoryview]:
+        def read() -> Iterator[memoryview]:
             with open_shard(shard.path, direct=True) as fd:
-                for piece in pieces(FdReader(fd, str(shard.path)), limit=shard.header.file_bytes):
-                    hasher.update(piece)
-                    yield piece
+                yield from pieces(FdReader(fd, str(shard.path)), limit=nbytes)
+
+        def read_and_hash() -> Iterator[memoryview]:
+            nonlocal hasher
+            hasher = ShardHasher(entries)
+            for piece in read():
+                hasher.update(piece)
+                yield piece
 
         def name() -> str:
-            if hasher.nbytes != shard.header.file_bytes:
+            if hasher.nbytes != nbytes:
                 raise CorruptChunkError(
-                    f"shard {shard.path} is damaged: it has {hasher.nbytes} bytes, expected {shard.header.file_bytes}"
+                    f"shard {shard.path} is damaged: it has {hasher.nbytes} bytes, expected {nbytes}"
                 )
             for entry, digests in zip(entries, hasher.digests, strict=True):
                 _check(shard, entry, digests.xxh3)
             return shard_name(hasher.sha256())
 
-        is_new = self._repository.storage.put_stream(feed(), name)
+        if storage.needs_name_first:
+            for _ in read_and_hash():
+                pass
+            is_new = storage.put_known(name(), read, nbytes=nbytes, sha256=hasher.sha256())
+        else:
+            is_new = storage.put_stream(read_and_hash, name)
         digest = hasher.sha256()
-        if not is_new and (found := self._repository.storage.head(shard_name(digest)).nbytes) != hasher.nbytes:
+        if not is_new and (found := storage.head(shard_name(digest)).nbytes) != hasher.nbytes:
             raise CorruptChunkError(
                 f"{shard_name(digest)} in {self._repository.url} is damaged: expected {hasher.nbytes} bytes, "
                 f"found {found}; delete it and export again"

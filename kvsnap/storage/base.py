@@ -12,10 +12,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol
 
-from kvsnap.errors import ConfigError, CorruptChunkError
+from kvsnap.errors import ConfigError, CorruptChunkError, StorageError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -39,6 +39,14 @@ def validate_name(name: str) -> str:
     return name
 
 
+class RefusedError(StorageError):
+    """The storage answered, and trying again won't help: no access, no such bucket, no room."""
+
+
+class ShortReadError(StorageError):
+    """An object ended before the size that the storage itself gives for it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
     """One stored object, as the storage itself tells it."""
@@ -47,13 +55,51 @@ class ObjectInfo:
     """Full name inside the storage."""
     nbytes: int
     """Size in bytes."""
+    modified: float
+    """When it was written, by the clock that `Storage.now` reads [s since 1970]."""
+
+
+class Versioned(NamedTuple):
+    """A mutable object as it was read."""
+
+    data: bytes
+    version: str
+    """Opaque; equal versions of a name have equal bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a storage does with the conditions that kvsnap puts on its requests. `probe_storage` finds it out."""
+
+    conditional_create: bool
+    """`put_if_absent` never replaces, whoever else writes at the same time."""
+    conditional_replace: bool
+    """`put_if_match` never replaces a version that it wasn't given."""
+    ranges: bool
+    """A ranged read transfers the range only (HTTP 206)."""
+    checksums: bool
+    """The storage compares what arrives with the SHA-256 sent along, and refuses what differs."""
+
+    def to_json(self) -> dict[str, bool]:
+        """As it stands in a repository's `kvsnap.json`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_json(cls, obj: object) -> Capabilities:
+        """What isn't recorded counts as missing."""
+        found = obj if isinstance(obj, Mapping) else {}
+        return cls(**{field.name: found.get(field.name) is True for field in fields(cls)})
 
 
 class Reader(Protocol):
     """An object open for one sequential read."""
 
     def readinto(self, buffer: memoryview, /) -> int:
-        """Fill the start of `buffer`; the number of bytes read, 0 at the end."""
+        """Fill the start of `buffer`; the number of bytes read, 0 at the end.
+
+        Raises:
+            ShortReadError: the object ended early.
+        """
 
 
 class Storage(ABC):
@@ -61,11 +107,17 @@ class Storage(ABC):
 
     Buffers stay the caller's: a storage copies what it needs before it returns, since
     the caller reuses them. All methods raise `StorageError` when the storage itself
-    fails and `ConfigError` on a name that isn't valid.
+    fails (`RefusedError` where trying again won't help) and `ConfigError` on a name that
+    isn't valid.
+
+    After a `StorageError` a write may have happened all the same: the answer can get lost.
     """
 
     url: str
     """What the user called it, for messages."""
+    needs_name_first: bool = False
+    """Whether it must know name and digest before the first byte. Then `put_stream` reads the pieces twice, and a
+    caller that can know both by itself does better with `put_known`."""
 
     @abstractmethod
     def put_if_absent(self, name: str, data: Buffer) -> bool:
@@ -76,20 +128,48 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def put_stream(self, pieces: Iterable[Buffer], name: Callable[[], str]) -> bool:
-        """Store the concatenated `pieces` durably, whole or not at all, without holding them in memory.
+    def put_stream(self, pieces: Callable[[], Iterable[Buffer]], name: Callable[[], str]) -> bool:
+        """Store the concatenated pieces durably, whole or not at all, without holding them in memory.
 
-        `name` is called once, after the last piece, because a content digest is known
-        only then. Whatever it or `pieces` raises is passed on, and nothing is stored. A
-        piece may be reused by its producer as soon as the next one is asked for.
+        `pieces` starts from the beginning at each call; it is called again where a storage must know the name first,
+        and for another try. `name` is called after the last piece of a whole pass, because a content digest is known
+        only then. Whatever either raises is passed on, and nothing is stored. A piece may be reused by its producer as
+        soon as the next one is asked for.
 
         Returns:
             False when the name is taken; then nothing has changed and nothing was compared.
         """
 
+    def put_known(self, name: str, pieces: Callable[[], Iterable[Buffer]], *, nbytes: int, sha256: str) -> bool:
+        """Like `put_stream`, where name, size and digest (64 hex) are known beforehand: the pieces are read once.
+
+        Size and digest are the caller's word, sent along for a storage that checks them. Who has the pieces from a
+        place that it doesn't trust checks them itself and raises in `pieces`.
+        """
+        return self.put_stream(pieces, lambda: name)
+
     @abstractmethod
     def put(self, name: str, data: Buffer) -> None:
-        """Store or replace `name`; a reader sees the old or the new bytes, never a mix. For refs only."""
+        """Store or replace `name`; a reader sees the old or the new bytes, never a mix."""
+
+    @abstractmethod
+    def get_versioned(self, name: str, *, max_bytes: int) -> Versioned:
+        """Like `get`, with the version that `put_if_match` takes.
+
+        Raises:
+            NotFoundError, CorruptChunkError: as `get`.
+        """
+
+    @abstractmethod
+    def put_if_match(self, name: str, data: Buffer, version: str | None) -> bool:
+        """Replace `name` durably if it still has `version`; None: if it does not exist. One compare-and-swap.
+
+        `data` should differ from everything that was ever stored under the name (a write id does), so that an own
+        write whose answer got lost is told from another's.
+
+        Returns:
+            False when it has another version, or none; then nothing has changed.
+        """
 
     @abstractmethod
     def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
@@ -97,11 +177,12 @@ class Storage(ABC):
 
         Raises:
             NotFoundError: nothing has this name.
+            ShortReadError: the object ended before its own size.
         """
 
     @abstractmethod
-    def open_read(self, name: str) -> AbstractContextManager[Reader]:
-        """Open `name` for one sequential read from its start, in one request.
+    def open_read(self, name: str, *, offset: int = 0, nbytes: int | None = None) -> AbstractContextManager[Reader]:
+        """Open `name` for one sequential read, in one request, of at most `nbytes` bytes from `offset` on.
 
         Raises:
             NotFoundError: nothing has this name.
@@ -109,7 +190,7 @@ class Storage(ABC):
 
     @abstractmethod
     def head(self, name: str) -> ObjectInfo:
-        """Size of `name`.
+        """Size and time of `name`.
 
         Raises:
             NotFoundError: nothing has this name.
@@ -117,7 +198,8 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects below `prefix` (whole segments with a final slash, or empty for all), in order of name.
+        """All objects below `prefix` (whole segments with a final slash, or empty for all), in order of their names'
+        bytes.
 
         Objects whose name isn't valid, and writes in progress, are left out.
         """
@@ -127,15 +209,42 @@ class Storage(ABC):
         """Remove `name`; False when it was not there."""
 
     @abstractmethod
-    def capabilities(self) -> Mapping[str, bool]:
-        """What this storage was found able to do, recorded in a repository's `kvsnap.json`."""
+    def capabilities(self) -> Capabilities:
+        """What this storage is taken to do: what `use` said, else the best."""
+
+    def use(self, capabilities: Capabilities) -> None:  # noqa: B027 (optional)
+        """Take the storage to do this, and no more. Where a condition isn't kept, look first and then write: good
+        enough for a single writer only.
+        """
+
+    @abstractmethod
+    def now(self) -> float:
+        """The time by the storage's own clock, which `ObjectInfo.modified` is in [s since 1970]."""
+
+    def refuses_wrong_checksum(self, name: str) -> bool:
+        """Whether a write to the free name `name` with a wrong checksum is refused. May leave something there."""
+        return False
+
+    def copy_from(self, source: Storage, name: str) -> bool | None:
+        """Copy `name` from `source`, inside the store that holds both, if it is absent here.
+
+        Returns:
+            None when they don't share a store that can do this; False when the name is taken.
+        """
+        return None
+
+    def close(self) -> None:  # noqa: B027 (optional)
+        """Give back connections; nothing else may be called afterwards."""
 
     def is_empty(self) -> bool:
         """Whether nothing at all is stored here, foreign objects included."""
         return next(iter(self.list("")), None) is None
 
-    def sweep(self) -> int:
-        """Remove what interrupted writes left behind and nobody can still be writing; how many."""
+    def sweep(self, *, dry_run: bool = False) -> int:
+        """Remove what interrupted writes left behind and nobody can still be writing (`dry_run`: only count); how many.
+
+        Listings never show any of it.
+        """
         return 0
 
     def get(self, name: str, *, max_bytes: int) -> bytes:

@@ -2,26 +2,41 @@
 
 A new object is written to a hidden temporary file in the root, fsynced, linked under
 its name (an existing name is never replaced, so two writers never mix) and its
-directory is fsynced. Nothing below the root is ever followed through a symbolic link.
+directory is fsynced. Whoever replaces or deletes holds a lock (`flock` on a hidden file in
+the root, gone with its holder), so that compare-and-swap is one step. Nothing below the root
+is ever followed through a symbolic link.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvsnap.atomic import fsync_dir, link_new
 from kvsnap.direct_io import O_DIRECT
 from kvsnap.errors import NotFoundError, StorageError
-from kvsnap.storage.base import Buffer, ObjectInfo, Reader, Storage, is_valid_name, validate_name
+from kvsnap.storage.base import (
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    Reader,
+    Storage,
+    Versioned,
+    is_valid_name,
+    validate_name,
+)
 
+LOCK_NAME = ".kvsnap-lock"
+LOCK_TIMEOUT_S = 30.0
+"""A write under the lock takes milliseconds; whoever holds it longer is stopped or hangs."""
 TEMP_PREFIX = ".kvsnap-tmp-"
 TEMP_MIN_AGE_S = 3600.0
 """A temporary file this young is never swept, even when nobody seems to hold it."""
@@ -39,16 +54,13 @@ class LocalStorage(Storage):
     def put_if_absent(self, name: str, data: Buffer) -> bool:
         if self._exists(name):
             return False
-        return self.put_stream([data], lambda: name)
+        return self.put_stream(lambda: [data], lambda: name)
 
-    def put_stream(self, pieces: Iterable[Buffer], name: Callable[[], str]) -> bool:
+    def put_stream(self, pieces: Callable[[], Iterable[Buffer]], name: Callable[[], str]) -> bool:
         with _translate(self.url):
-            if not self.root.is_dir():
-                self.root.mkdir(parents=True, exist_ok=True)
-                fsync_dir(self.root.parent)
+            self.root.mkdir(parents=True, exist_ok=True)
             with self._temp() as (fd, temp):
-                set_direct(fd, True)
-                for piece in pieces:
+                for piece in pieces():
                     _write_all(fd, piece)
                 final = self._place(name())
                 if final.exists():
@@ -57,13 +69,28 @@ class LocalStorage(Storage):
                 return link_new(temp, final)
 
     def put(self, name: str, data: Buffer) -> None:
-        with _translate(name):
-            final = self._place(name)
-            with self._temp() as (fd, temp):
-                _write_all(fd, data)
-                os.fsync(fd)
-                os.replace(temp, final)
-                fsync_dir(final.parent)
+        validate_name(name)
+        with _translate(name), self._lock():
+            self._replace(name, data)
+
+    def get_versioned(self, name: str, *, max_bytes: int) -> Versioned:
+        data = self.get(name, max_bytes=max_bytes)
+        return Versioned(data, _version_of(data))
+
+    def put_if_match(self, name: str, data: Buffer, version: str | None) -> bool:
+        if version is None:
+            return self.put_if_absent(name, data)
+        validate_name(name)
+        with _translate(name), self._lock():
+            try:
+                with self._open(name) as fd:
+                    found = _version_of(_read_all(fd))
+            except NotFoundError:
+                return False
+            if found != version:
+                return False
+            self._replace(name, data)
+        return True
 
     def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
         with _translate(name), self._open(name) as fd:
@@ -73,14 +100,14 @@ class LocalStorage(Storage):
             return done
 
     @contextmanager
-    def open_read(self, name: str) -> Iterator[Reader]:
+    def open_read(self, name: str, *, offset: int = 0, nbytes: int | None = None) -> Iterator[Reader]:
         with self._open(name) as fd:
-            set_direct(fd, True)
-            yield _FileReader(fd, name)
+            yield _FileReader(fd, name, offset, nbytes)
 
     def head(self, name: str) -> ObjectInfo:
         with _translate(name), self._open(name) as fd:
-            return ObjectInfo(name=name, nbytes=os.fstat(fd).st_size)
+            found = os.fstat(fd)
+            return ObjectInfo(name=name, nbytes=found.st_size, modified=found.st_mtime)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         start = self._path(prefix.removesuffix("/")) if prefix else self.root
@@ -90,32 +117,43 @@ class LocalStorage(Storage):
     def delete(self, name: str) -> bool:
         with _translate(name):
             path = self._path(name)
-            try:
-                path.unlink()
-            except FileNotFoundError:
+            if not os.path.lexists(path):
                 return False
-            fsync_dir(path.parent)
+            with self._lock():
+                try:
+                    path.unlink()
+                except FileNotFoundError:
+                    return False
+                fsync_dir(path.parent)
         return True
 
-    def capabilities(self) -> Mapping[str, bool]:
-        return {"conditional_create": True, "ranges": True}
+    def capabilities(self) -> Capabilities:
+        return Capabilities(conditional_create=True, conditional_replace=True, ranges=True, checksums=False)
+
+    def now(self) -> float:
+        """The file system's clock, which on a network is not this machine's."""
+        with _translate(self.url):
+            self.root.mkdir(parents=True, exist_ok=True)
+            with self._temp() as (fd, _):
+                return os.fstat(fd).st_mtime
 
     def is_empty(self) -> bool:
         with _translate(self.url):
             try:
-                return all(name.startswith(TEMP_PREFIX) for name in os.listdir(self.root))
+                return all(name.startswith(TEMP_PREFIX) or name == LOCK_NAME for name in os.listdir(self.root))
             except FileNotFoundError:
                 return True
 
-    def sweep(self) -> int:
+    def sweep(self, *, dry_run: bool = False) -> int:
         """Remove temporary files that are old and whose writer is gone (it holds a lock while it lives)."""
         swept = 0
         with _translate(self.url):
+            now = time.time()
             for path in self.root.glob(TEMP_PREFIX + "*"):
                 with suppress(OSError):
                     found = path.lstat()
-                    if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > TEMP_MIN_AGE_S:
-                        swept += _remove_if_unlocked(path)
+                    if stat.S_ISREG(found.st_mode) and now - found.st_mtime > TEMP_MIN_AGE_S:
+                        swept += _remove_if_unlocked(path, dry_run=dry_run)
         return swept
 
     def _path(self, name: str) -> Path:
@@ -139,6 +177,37 @@ class LocalStorage(Storage):
             directory.mkdir(exist_ok=True)
             fsync_dir(directory.parent)
         return path
+
+    def _replace(self, name: str, data: Buffer) -> None:
+        """Under the lock."""
+        final = self._place(name)
+        with self._temp() as (fd, temp):
+            _write_all(fd, data)
+            os.fsync(fd)
+            os.replace(temp, final)
+            fsync_dir(final.parent)
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Keep other writers that replace or delete out."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        path = self.root / LOCK_NAME
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            deadline = time.monotonic() + LOCK_TIMEOUT_S
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise StorageError(
+                            f"{path} was locked for {LOCK_TIMEOUT_S:g} s; look for a stopped kvsnap process"
+                        ) from None
+                    time.sleep(0.002)
+            yield
+        finally:
+            os.close(fd)
 
     def _exists(self, name: str) -> bool:
         with suppress(NotFoundError):
@@ -175,30 +244,36 @@ class LocalStorage(Storage):
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[ObjectInfo]:
         try:
-            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+            found = [(entry, entry.is_dir(follow_symlinks=False)) for entry in os.scandir(directory)]
         except (FileNotFoundError, NotADirectoryError):
             return
-        for entry in entries:
+        for entry, is_dir in sorted(found, key=lambda item: item[0].name + "/" * item[1]):
             name = prefix + entry.name
             if not is_valid_name(name):
                 continue
-            if entry.is_dir(follow_symlinks=False):
+            if is_dir:
                 yield from self._walk(directory / entry.name, name + "/")
             elif entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):
-                    yield ObjectInfo(name=name, nbytes=entry.stat(follow_symlinks=False).st_size)
+                    stats = entry.stat(follow_symlinks=False)
+                    yield ObjectInfo(name=name, nbytes=stats.st_size, modified=stats.st_mtime)
 
 
 class _FileReader:
-    def __init__(self, fd: int, name: str) -> None:
+    def __init__(self, fd: int, name: str, offset: int, nbytes: int | None) -> None:
         self._fd = fd
         self._name = name
-        self._position = 0
+        self._offset = offset
+        self._left = nbytes
 
     def readinto(self, buffer: memoryview, /) -> int:
+        if self._left is not None:
+            buffer = buffer[: self._left]
         with _translate(self._name):
-            found = read_at(self._fd, buffer, self._position)
-        self._position += found
+            found = os.preadv(self._fd, [buffer], self._offset)
+        self._offset += found
+        if self._left is not None:
+            self._left -= found
         return found
 
 
@@ -241,11 +316,23 @@ def _write_all(fd: int, piece: Buffer) -> None:
             set_direct(fd, False)
 
 
-def _remove_if_unlocked(path: Path) -> bool:
+def _read_all(fd: int) -> bytes:
+    parts = []
+    while part := os.read(fd, 1 << 20):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _version_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _remove_if_unlocked(path: Path, *, dry_run: bool) -> bool:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
+        if not dry_run:
+            path.unlink()
     except BlockingIOError:
         return False
     finally:

@@ -41,7 +41,7 @@ def test_put_copies(storage: LocalStorage) -> None:
             buffer[:3] = text
             yield memoryview(buffer)[:3]
 
-    storage.put_stream(pieces(), lambda: "x")
+    storage.put_stream(pieces, lambda: "x")
     storage.put_if_absent("y", memoryview(buffer))
     buffer[:] = bytes(len(buffer))
 
@@ -58,9 +58,9 @@ def test_a_stream_that_fails_stores_nothing(storage: LocalStorage) -> None:
         raise CorruptChunkError("bad digest")
 
     with pytest.raises(CorruptChunkError, match="bad chunk"):
-        storage.put_stream(pieces(), lambda: "x")
+        storage.put_stream(pieces, lambda: "x")
     with pytest.raises(CorruptChunkError, match="bad digest"):
-        storage.put_stream([b"one"], refuse)
+        storage.put_stream(lambda: [b"one"], refuse)
 
     assert storage.is_empty()
     assert os.listdir(storage.root) == []
