@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 MODEL_NAME = "model"
+IDLE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Client:
 
     def __init__(self, port: int, *, timeout_s: float = 600.0) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+        self._used = 0.0
 
     def close(self) -> None:
         """Close the connection. A request under way is thereby aborted on the server."""
@@ -104,6 +106,7 @@ class Client:
                 if choice.get("logprobs"):
                     tops[choice["index"]].extend(choice["logprobs"]["top_logprobs"])
         response.read()
+        self._used = time.monotonic()
         if first is None:
             raise ServerError("the answer had no token")
         ended = time.perf_counter()
@@ -152,6 +155,7 @@ class Client:
             "logprobs": logprobs,
             **options,
         }
+        self._drop_if_idle()
         if self._connection.sock is None:
             self._connection.connect()
             connected = cast("socket.socket", self._connection.sock)
@@ -165,12 +169,20 @@ class Client:
             raise ServerError(f"/v1/completions answered {response.status}: {response.read().decode()[:2000]}")
         return response
 
+    def _drop_if_idle(self) -> None:
+        """The server closes a connection that was idle for some seconds; don't run into that."""
+        if time.monotonic() - self._used > IDLE_SECONDS:
+            self._connection.close()
+
     def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
         headers = {"Content-Type": "application/json"} if body is not None else {}
+        self._drop_if_idle()
         try:
             self._connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = self._connection.getresponse()
-            return response.status, response.read().decode()
+            text = response.read().decode()
+            self._used = time.monotonic()
+            return response.status, text
         except (OSError, http.client.HTTPException):
             self._connection.close()
             raise

@@ -92,7 +92,7 @@ def measure(state: str, server: Server, prompts: Sequence[list[int]], *, reset: 
 
 def warm_kernels(client: Client, prompts: Prompts) -> None:
     """The first forward passes of a process take seconds whatever they compute; keep that out of the numbers."""
-    for tokens in (300, 40):
+    for tokens in (1000, 40):
         client.complete(prompts.unique(10_000 + tokens, tokens), max_tokens=4, kv_transfer_params=NOT_STORED)
 
 
@@ -130,7 +130,7 @@ def run(folder: Path, shm: Path) -> list[Row]:
             "demo",
             runtime_dir=server.runtime_dir,
         )
-        note(f"snapshot {exported['snapshot'][:12]}; kill -9 of the server, and a new start on the same host")
+        note(f"snapshot {exported['snapshot']}; kill -9 of the server, and a new start on the same host")
     with Server(model, folder, connector=first, name="restarted") as server:
         warm_kernels(server.client(), prompts)
         restarted = measure("restart on the same host", server, take(chats), reset=True)
