@@ -16,6 +16,7 @@ import os
 import secrets
 import struct
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,7 +260,11 @@ class DramTier:
             time.sleep(0)
 
     def close(self) -> None:
-        """Give up ownership; the file and its chunks stay for the next engine."""
+        """Give up ownership; the file and its chunks stay for the next engine.
+
+        While a view is still out (a read that hangs), the mapping stays and the lock with
+        it: nobody else may own a file that this process can still write to.
+        """
         self._map.close()
         if isinstance(self._held, Claim):
             self._held.release()
@@ -393,9 +398,12 @@ class DramRegion:
             time.sleep(0)
 
     def close(self) -> None:
-        """Unmap and let go of the workers' lock."""
-        self._map.close()
-        _close_all(self._fds)
+        """Unmap and let go of the workers' lock; while a view is still out, not before that is gone."""
+        if self._map.close():
+            _close_all(self._fds)
+        else:
+            weakref.finalize(self._map.mm, _close_all, self._fds)
+        self._fds = ()
 
 
 def _shape(namespace_id: str, geometry: Geometry, budget_bytes: int, ranks: int) -> f.DramShape:

@@ -242,8 +242,8 @@ class DramMapping:
         """The newest good owner copy as (seq, owner)."""
         return decode_owner(bytes(self.buffer[PAGE : 2 * PAGE]))
 
-    def close(self) -> None:
-        """Unmap. Views handed out earlier keep the mapping alive until they are gone."""
+    def close(self) -> bool:
+        """Unmap; False where views handed out earlier keep the mapping alive until they are gone."""
         self.bytes = np.empty(0, dtype=np.uint8)
         self.state = self.hits = self.last_use = self.generation = self.epoch = np.empty(0)
         self.loads = self.done = np.empty(0, dtype=np.uint64)
@@ -251,7 +251,8 @@ class DramMapping:
             self.buffer.release()
             self.mm.close()
         except BufferError:
-            pass  # a view is still out; the mapping goes with it
+            return False  # a view is still out; the mapping goes with it
+        return True
 
 
 def crc_offset(shape: DramShape) -> int:

@@ -166,6 +166,7 @@ def test_owner_killed_at_any_instant_leaves_no_wrong_chunk(dirs: tuple[Path, Pat
             (view,) = tier.views(record.slot, record.tokens)
             assert checksum([view]) == record.xxh3
             assert bytes(view) == random.Random(bytes(record.key)).randbytes(len(view))
+            view.release()
         found += len(tier.found)
         now = [int(generation) for generation in tier._map.generation]
         tier.close()
@@ -210,6 +211,31 @@ def test_worker_that_outlives_its_engine_touches_no_new_file(
         (view,) = again.views(record.slot, record.tokens)
         assert checksum([view]) != record.xxh3  # what the worker wrote over is found out by the check
     again.close()
+
+
+def test_a_view_that_is_still_out_keeps_the_lock(dirs: tuple[Path, Path]) -> None:
+    """Invariant 8: a thread that hangs in a read may wake up and write after its tier was closed."""
+    tier = open_tier(dirs)
+    region = DramRegion.attach(tier.path, tier.nonce.hex(), rank=0, slice_index=0)
+    area, views = region.area(0), tier.views(0, 64)
+
+    region.close()
+    del region
+    (workers_alive,) = [info.workers_alive for info in dram_lock.list_dram_files(dirs[0])]
+    del area
+    (workers_gone,) = [not info.workers_alive for info in dram_lock.list_dram_files(dirs[0])]
+    tier.close()
+    other = open_tier(dirs)
+    other.close()
+    path = tier.path
+    del tier, views
+    again = open_tier(dirs)
+    again.close()
+
+    assert workers_alive
+    assert workers_gone
+    assert other.path != path
+    assert again.path == path
 
 
 def test_engine_waits_for_a_worker_that_is_ending(dirs: tuple[Path, Path], spawn: Spawn) -> None:
