@@ -1,4 +1,4 @@
-"""Who goes next: pure functions over what is known about chunks and shards."""
+"""Who goes next, and what is worth loading: pure functions over what is known about chunks."""
 
 from __future__ import annotations
 
@@ -29,32 +29,6 @@ class FrequencyRecency:
     def score(self, hits: int, last_use: float) -> float:
         """See `EvictionPolicy.score`."""
         return last_use + self.bonus_s * math.log2(1 + hits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardStanding:
-    """What decides whether a shard is worth its bytes."""
-
-    shard: str
-    real_bytes: int
-    score: float
-    """Highest score of its chunks and of all their descendants; `-inf` where none is alive."""
-
-
-def shards_to_drop(standings: Iterable[ShardStanding], needed_bytes: int) -> list[str]:
-    """Coldest shards whose removal frees `needed_bytes`.
-
-    Dropping a shard makes its chunks' descendants unreachable, wherever they lie, so its
-    score counts theirs. Fewer bytes than asked for may come back.
-    """
-    chosen: list[str] = []
-    freed = 0
-    for standing in sorted(standings, key=lambda s: (s.score, -s.real_bytes)):
-        if freed >= needed_bytes:
-            break
-        chosen.append(standing.shard)
-        freed += standing.real_bytes
-    return chosen
 
 
 @dataclass(slots=True, kw_only=True)

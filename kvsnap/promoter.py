@@ -8,15 +8,15 @@ cost the chunk, never the caller (invariant 2).
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvsnap.errors import StorageError
-from kvsnap.index import READING, UNCHECKED, Chunk
+from kvsnap.index import Chunk
 from kvsnap.runtime import widen_affinity
 from kvsnap.shard import ChunkEntry, checksum
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kvsnap.cache import TieredCache
 
 log = logging.getLogger(__name__)
-_WAIT_STEP_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +46,24 @@ class ReadJob:
 
 
 class Promoter:
-    """The reading threads of one cache."""
+    """The reading threads of one cache.
+
+    What a request waits for goes first; checks of an attached tier and preloads are done
+    in between, one at a time and thread, so that a request never queues behind them.
+    """
 
     def __init__(self, cache: TieredCache, num_threads: int) -> None:
         self._cache = cache
         self._num_threads = num_threads
-        self._jobs: queue.SimpleQueue[ReadJob | None] = queue.SimpleQueue()
-        self._arrived = threading.Condition()
+        self._jobs: deque[ReadJob] = deque()
+        self._later: deque[Chunk] = deque()
+        self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._stopping = False
         self._warned: set[str] = set()
+        self._num_later_running = 0
         self.num_pending = 0
-        """Reads and checks not yet over; the writer holds back while there are any."""
+        """Reads and checks that requests wait for; the writer holds back while there are any."""
 
     def start(self) -> None:
         """Start the threads."""
@@ -68,50 +74,73 @@ class Promoter:
 
     def stop(self) -> None:
         """Let the running reads finish and end the threads; jobs not yet begun are dropped."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join(timeout=1.0)
 
     def submit(self, jobs: Sequence[ReadJob]) -> None:
         """Queue jobs; their slots are held by operation pins already."""
-        with self._arrived:
+        with self._changed:
             self.num_pending += len(jobs)
-        for job in jobs:
-            self._jobs.put(job)
+            self._jobs.extend(jobs)
+            self._changed.notify_all()
 
-    def check(self, chunks: Iterable[Chunk]) -> None:
-        """Queue checks of attached chunks in the given order."""
-        for chunk in chunks:
-            if chunk.state == UNCHECKED:
-                self._cache.promote([chunk])
+    def later(self, chunks: Iterable[Chunk]) -> None:
+        """Check or promote these when no request waits, in this order, parents first; only into free slots."""
+        with self._changed:
+            self._later.extend(chunks)
+            self._changed.notify_all()
 
-    def wait(self, chunks: Sequence[Chunk], deadline: float) -> bool:
-        """Wait until none of the chunks is on its way; False where `deadline` (monotonic) came first."""
-        with self._arrived:
-            while any(chunk.state == READING for chunk in chunks):
-                left = deadline - time.monotonic()
+    @property
+    def num_later(self) -> int:
+        """Chunks given to `later` that are not through yet."""
+        return len(self._later) + self._num_later_running
+
+    def wait_later(self, deadline: float, every_s: float = 0.1) -> bool:
+        """Wait until `later` is through, at most `every_s` and until `deadline` (monotonic); whether it is."""
+        end = min(deadline, time.monotonic() + every_s)
+        with self._changed:
+            while self.num_later:
+                left = end - time.monotonic()
                 if left <= 0:
                     return False
-                self._arrived.wait(min(left, 0.1))
+                self._changed.wait(left)
         return True
 
     def _run(self) -> None:
         widen_affinity()
         while True:
-            job = self._jobs.get()
-            if job is None or self._cache.is_closed:
-                return
-            good = False
+            with self._changed:
+                while not (self._jobs or self._later or self._stopping):
+                    self._changed.wait()
+                if self._stopping:
+                    return
+                job = self._jobs.popleft() if self._jobs else None
+                chunk = self._later.popleft() if job is None else None
+                self._num_later_running += chunk is not None
             try:
-                good = self._read(job) if job.is_read else self._check(job)
-            except Exception as error:  # whatever it is, the slot must come back
-                self._warn(type(error).__name__, f"reading chunk {job.chunk.key.hex()[:12]} failed: {error}")
+                if job is None and chunk is not None:
+                    later = self._cache.background_job(chunk)
+                    if later is not None:
+                        self._do(later)
+                elif job is not None:
+                    self._do(job)
             finally:
-                self._cache.finish_read(job, good=good)
-                with self._arrived:
-                    self.num_pending -= 1
-                    self._arrived.notify_all()
+                with self._changed:
+                    self.num_pending -= job is not None
+                    self._num_later_running -= chunk is not None
+                    self._changed.notify_all()
+
+    def _do(self, job: ReadJob) -> None:
+        good = False
+        try:
+            good = self._read(job) if job.is_read else self._check(job)
+        except Exception as error:  # whatever it is, the slot must come back
+            self._warn(type(error).__name__, f"reading chunk {job.chunk.key.hex()[:12]} failed: {error}")
+        finally:
+            self._cache.finish_read(job, good=good)
 
     def _read(self, job: ReadJob) -> bool:
         disk = self._cache.disk
@@ -134,6 +163,9 @@ class Promoter:
         try:
             good = disk.read_chunk(job.shard, entry, views)
         except StorageError as error:
+            moved = self._moved(job)
+            if moved is not None:
+                return self._read(moved)
             self._cache.counts["read_errors"] += 1
             self._warn("storage", f"{error}; treated as a miss")
             self._cache.writer.lose(job.shard, chunk)
@@ -146,6 +178,14 @@ class Promoter:
             log.warning("kvsnap: shard %s is damaged at chunk %s: treated as a miss", job.shard, chunk.key.hex()[:12])
             self._cache.writer.damaged(job.shard, chunk)
         return good
+
+    def _moved(self, job: ReadJob) -> ReadJob | None:
+        """The job at the place where its bytes lie now; None if they are still there, or gone."""
+        with self._cache.lock:
+            chunk = job.chunk
+            if chunk.shard in (None, job.shard) or chunk.shard_xxh3 != job.xxh3:
+                return None
+            return replace(job, shard=chunk.shard, offset=chunk.offset)
 
     def _check(self, job: ReadJob) -> bool:
         good = checksum(self._cache.dram.views(job.slot, job.chunk.tokens)) == job.xxh3

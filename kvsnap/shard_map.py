@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvsnap.index import Chunk
 from kvsnap.keys import ChunkKey
 from kvsnap.layout import Geometry
-from kvsnap.policy import ShardStanding
 from kvsnap.residency import Residency
 from kvsnap.shard import ChunkEntry
 from kvsnap.tiers.disk import Shard
 
 
+class ShardSize(NamedTuple):
+    """What a shard takes."""
+
+    id: str
+    real_bytes: int
+    """On disk."""
+    data_bytes: int
+    """By all chunks that it was written with, dead or alive."""
+
+
 @dataclass(slots=True)
 class _Held:
     real_bytes: int
+    data_bytes: int
+    num_entries: int
+    age: tuple[int, str]
+    """Of two shards that hold the same chunk the one with the higher age counts, in every process alike."""
     chunks: list[Chunk] = field(default_factory=list)
+    """All that ever counted as lying here; those that still do say so themselves."""
+
+    @classmethod
+    def of(cls, shard: Shard) -> _Held:
+        return cls(
+            real_bytes=shard.real_bytes,
+            data_bytes=sum(entry.nbytes for entry in shard.entries),
+            num_entries=len(shard.entries),
+            age=(shard.written_ns, shard.id),
+        )
 
 
 class ShardMap:
@@ -31,18 +55,25 @@ class ShardMap:
     def __len__(self) -> int:
         return len(self._shards)
 
-    def adopt(self, shards: Iterable[Shard]) -> int:
+    def __contains__(self, shard_id: str) -> bool:
+        return shard_id in self._shards
+
+    def adopt(self, shards: Iterable[Shard], *, leaving: Container[str] = ()) -> int:
         """Enter shards and their chunks; returns how many chunks count now that didn't.
 
-        A chunk whose chain of parents is not on disk counts as dead, as does a second
-        copy of one that is there already: the bytes stay until the shard goes.
+        A chunk whose chain of parents is not on disk counts as dead. Of two copies the one
+        in the younger shard counts: what was compacted by somebody else has moved there.
+        The bytes of the dead stay until their shard goes.
+
+        Args:
+            leaving: Shards that have vanished and are about to be forgotten.
         """
         index = self._residency.index
         entries: list[tuple[int, str, str, ChunkEntry]] = []
         for shard in shards:
             if shard.id not in self._shards:
-                self._shards[shard.id] = _Held(shard.real_bytes)
-                entries.extend((entry.depth, shard.id, shard.scope, entry) for entry in shard.entries)
+                self._shards[shard.id] = _Held.of(shard)
+            entries.extend((entry.depth, shard.id, shard.scope, entry) for entry in shard.entries)
         entries.sort(key=_by_depth)  # stable: within a depth in the order given
         fresh: list[Chunk] = []
         made: dict[ChunkKey, Chunk] = {}
@@ -56,13 +87,17 @@ class ShardMap:
                 chunk = Chunk(entry.key, above or entry.parent, depth, entry.tokens, scope, entry.block_keys)
                 made[entry.key] = chunk
                 fresh.append(chunk)
-            elif chunk.shard is not None:
+            elif chunk.shard is not None and chunk.shard not in leaving and not self._is_younger(shard_id, chunk.shard):
                 continue
+            adopted += chunk.shard is None
             self._residency.put_on_disk(chunk, shard_id, entry.offset, entry.xxh3)
             self._shards[shard_id].chunks.append(chunk)
-            adopted += 1
         index.add_all(fresh)
         return adopted
+
+    def _is_younger(self, shard_id: str, than: str) -> bool:
+        other = self._shards.get(than)
+        return shard_id != than and (other is None or self._shards[shard_id].age > other.age)
 
     def apply_usage(self, usage: Mapping[ChunkKey, tuple[int, float]]) -> None:
         """Take over what an earlier engine recorded of each chunk's use."""
@@ -71,14 +106,14 @@ class ShardMap:
             if chunk is not None:
                 chunk.hits, chunk.last_use = max(chunk.hits, hits), max(chunk.last_use, last_use)
 
-    def usage(self) -> list[tuple[ChunkKey, int, float]]:
-        """(key, hits, last use) of every chunk on disk."""
-        return [(c.key, c.hits, c.last_use) for c in self._residency.index if c.shard is not None]
+    def usage(self, chunks: Iterable[Chunk]) -> list[tuple[ChunkKey, int, float]]:
+        """(key, hits, last use) of those on disk. Needs no lock if `chunks` is a list of its own."""
+        return [(c.key, c.hits, c.last_use) for c in chunks if c.shard is not None]
 
     def entries(self, shard_id: str) -> list[ChunkEntry]:
         """The chunks that still count in a shard, in file order."""
         held = self._shards.get(shard_id)
-        alive = [c for c in held.chunks if c.shard == shard_id] if held else []
+        alive = {c.key: c for c in held.chunks if c.shard == shard_id} if held else {}
         return [
             ChunkEntry(
                 key=c.key,
@@ -90,14 +125,14 @@ class ShardMap:
                 offset=c.offset,
                 nbytes=self._geometry.chunk_bytes(c.tokens),
             )
-            for c in sorted(alive, key=lambda c: c.offset)
+            for c in sorted(alive.values(), key=lambda c: c.offset)
         ]
 
     def replace(self, old_id: str, new: Shard | None) -> int:
         """The chunks of `old_id` lie in `new` now, as far as it has them; returns how many were lost."""
         held = self._shards.pop(old_id, None)
         if new is not None:
-            moved = _Held(new.real_bytes)
+            moved = _Held.of(new)
             self._shards[new.id] = moved
             for entry in new.entries:
                 chunk = self._residency.index.get(entry.key)
@@ -118,23 +153,28 @@ class ShardMap:
         """The disk tier is empty; returns how many chunks it had."""
         return sum(self.forget(shard_id) for shard_id in list(self._shards))
 
-    def standings(self) -> list[ShardStanding]:
-        """What each shard is worth: see `ShardStanding`."""
-        best: dict[ChunkKey, float] = {}
-        on_disk = [c for c in self._residency.index if c.shard is not None]
-        on_disk.sort(key=lambda c: -c.depth)
-        worth: dict[str, float] = {}
-        for chunk in on_disk:
-            score = max(self._residency.score(chunk), best.pop(chunk.key, float("-inf")))
-            if chunk.shard is not None:
-                worth[chunk.shard] = max(worth.get(chunk.shard, float("-inf")), score)
-            parent = chunk.parent
-            if parent is not None:
-                best[parent.key] = max(best.get(parent.key, float("-inf")), score)
-        return [
-            ShardStanding(shard=shard_id, real_bytes=held.real_bytes, score=worth.get(shard_id, float("-inf")))
-            for shard_id, held in self._shards.items()
-        ]
+    # -- for eviction ----------------------------------------------------------------
+
+    def sizes(self) -> list[ShardSize]:
+        """What each shard takes."""
+        return [ShardSize(shard_id, held.real_bytes, held.data_bytes) for shard_id, held in self._shards.items()]
+
+    def ids(self) -> list[str]:
+        """All shards, those that were adopted first in front."""
+        return list(self._shards)
+
+    def alive_share(self, shard_id: str) -> float:
+        """Share of a shard's data that counts; 1.0 for a shard that isn't known."""
+        held = self._shards.get(shard_id)
+        if held is None or not held.data_bytes:
+            return 1.0
+        alive = {c.key: c.tokens for c in held.chunks if c.shard == shard_id}
+        return sum(map(self._geometry.chunk_bytes, alive.values())) / held.data_bytes
+
+    def totals(self) -> tuple[int, int]:
+        """Chunks that the shards were written with, dead or alive, and their bytes."""
+        held = list(self._shards.values())
+        return sum(h.num_entries for h in held), sum(h.data_bytes for h in held)
 
 
 def _by_depth(row: tuple[int, str, str, ChunkEntry]) -> int:

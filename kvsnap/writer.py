@@ -15,10 +15,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from kvsnap.disk_eviction import DiskEviction
 from kvsnap.errors import KvsnapError
 from kvsnap.index import READY, Chunk
 from kvsnap.keys import ChunkKey
-from kvsnap.policy import shards_to_drop
 from kvsnap.runtime import widen_affinity
 from kvsnap.shard import MAX_CHUNKS, checksum
 from kvsnap.tiers.disk import ChunkToWrite
@@ -48,7 +48,6 @@ class Writer:
         self._flushes = 0
         self._unhashed: deque[tuple[Chunk, int, int]] = deque()
         self._repairs: deque[str] = deque()
-        self._needed: set[str] = set()
         self._event = threading.Event()
         self._progress = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -59,8 +58,7 @@ class Writer:
         self._last_write = 0.0
         self._next_directory = time.monotonic() + _DIRECTORY_EVERY_S
         self._next_usage = time.monotonic() + _USAGE_EVERY_S
-        if cache.disk is not None:
-            cache.disk.evict = self._evict
+        self.eviction = DiskEviction(cache)
 
     # -- called under the cache's lock -----------------------------------------------
 
@@ -97,6 +95,10 @@ class Writer:
         with self._cache.lock:
             if chunk.shard == shard:
                 self._cache.residency.drop_from_disk(chunk)
+        self.repair(shard)
+
+    def repair(self, shard: str) -> None:
+        """Have a damaged shard taken apart soon: what is good in it is saved, the rest set aside."""
         if not self._cache.options.read_only and shard not in self._repairs:
             self._repairs.append(shard)
         self.wake()
@@ -123,10 +125,14 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="kvsnap-write", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread; a write under way is finished first, within 3 s."""
+    def stop_soon(self) -> None:
+        """Write no more; returns at once."""
         self._stopping = True
         self.wake()
+
+    def stop(self) -> None:
+        """End the thread; a write under way is finished first, within 3 s."""
+        self.stop_soon()
         if self._thread is not None:
             self._thread.join(timeout=3.0)
 
@@ -153,7 +159,8 @@ class Writer:
                     self._progress.wait(0.02)
         finally:
             self._flushes -= 1
-        self._store_usage()
+        if time.monotonic() < deadline:
+            self._store_usage()
         with cache.lock:
             unsaved = len(self._unsaved())
         return {"written_chunks": cache.counts["written_chunks"] - before, "unsaved_chunks": unsaved}
@@ -167,6 +174,7 @@ class Writer:
             "real_bytes": disk.used_bytes() if disk else 0,
             "cap_bytes": disk.cap_bytes if disk else 0,
             "last_write": self._last_write,
+            **self.eviction.status(),
         }
 
     # -- the thread ------------------------------------------------------------------
@@ -192,6 +200,9 @@ class Writer:
             self._next_directory = now + _DIRECTORY_EVERY_S
             self.read_directory()
             self._clean()
+            self.eviction.trim()
+            if not self._cache.promoter.num_pending:
+                self.eviction.tidy()
         if now >= self._next_usage:
             self._next_usage = now + _USAGE_EVERY_S
             self._store_usage()
@@ -221,10 +232,10 @@ class Writer:
         assert self._cache.disk is not None
         fresh, vanished = self._cache.disk.poll()
         with self._cache.lock:
+            if fresh:  # first: a shard that vanished may have been compacted into a fresh one
+                self._cache.shards.adopt(fresh, leaving=frozenset(vanished))
             for shard_id in vanished:
                 self._cache.shards.forget(shard_id)
-            if fresh:
-                self._cache.shards.adopt(fresh)
 
     def _clean(self) -> None:
         """Have the next victims written before they are needed."""
@@ -243,18 +254,24 @@ class Writer:
         if self._flushes or self._is_urgent:
             return True
         options = self._cache.options
+        is_full = self._waiting_bytes() >= options.shard_bytes
+        return is_full or time.monotonic() - self._wanted_since >= options.shard_seconds
+
+    def _waiting_bytes(self) -> int:
+        """Bytes that the next shard will have, at most."""
         with self._cache.lock:
             waiting = sum(self._cache.geometry.chunk_bytes(chunk.tokens) for chunk in self._wanted.values())
-        return waiting >= options.shard_bytes or time.monotonic() - self._wanted_since >= options.shard_seconds
+        return min(waiting, self._cache.options.shard_bytes)
 
     def _write_one_shard(self) -> None:
         cache = self._cache
         assert cache.disk is not None
         self._let_reads_pass()
+        self.eviction.trim(self._waiting_bytes())
         with cache.lock:
             batch = self._choose()
             places = [(chunk, chunk.slot, chunk.generation, chunk.dram_xxh3) for chunk in batch]
-            self._needed = {above.shard for chunk in batch for above in chunk.ancestors() if above.shard is not None}
+            self.eviction.needed = frozenset(above for chunk in batch for above in chunk.ancestors())
             for _, slot, _, _ in places:
                 cache.residency.begin_op(slot)
             self._writing = bool(batch)
@@ -268,7 +285,7 @@ class Writer:
                 for _, slot, _, _ in places:
                     cache.residency.end_op(slot)
                 self._writing = False
-                self._needed = set()
+                self.eviction.needed = frozenset()
                 self._is_urgent = False
                 self._wanted_since = time.monotonic()
             with self._progress:
@@ -296,6 +313,7 @@ class Writer:
                     views=views,
                 )
             )
+        clears = cache.disk_clears
         shard = cache.disk.write(places[0][0].scope, rows)
         if shard is None:
             with cache.lock:
@@ -307,11 +325,15 @@ class Writer:
         self._failures = 0
         self._last_write = time.time()
         with cache.lock:
-            cache.shards.adopt([shard])
+            is_void = cache.disk_clears != clears
+            if not is_void:
+                cache.shards.adopt([shard])
             for chunk, _, _, _ in places:
                 self._wanted.pop(chunk.key, None)
             cache.counts["written_chunks"] += len(places)
             cache.counts["written_bytes"] += sum(cache.geometry.chunk_bytes(c.tokens) for c, _, _, _ in places)
+        if is_void:
+            cache.disk.drop(shard.id)
 
     def _choose(self) -> list[Chunk]:
         """Wanted chunks of one scope with their unwritten ancestors, parents first, up to a shard's size."""
@@ -342,41 +364,26 @@ class Writer:
         assert cache.disk is not None
         with cache.lock:
             good = cache.shards.entries(shard_id)
+        clears = cache.disk_clears
         salvaged = cache.disk.quarantine(shard_id, good)
+        if salvaged is not None and cache.disk_clears != clears:
+            cache.disk.drop(salvaged.id)
+            salvaged = None
         with cache.lock:
             cache.shards.replace(shard_id, salvaged)
         cache.counts["quarantined_shards"] += 1
 
-    def _evict(self, needed_bytes: int) -> int:
-        """Free about `needed_bytes` of the disk tier; called by it before a write."""
-        cache = self._cache
-        assert cache.disk is not None
-        with cache.lock:
-            # Chunks whose ancestors' shards go now would be dead on arrival (invariant 6).
-            standings = [s for s in cache.shards.standings() if s.shard not in self._needed]
-        freed = 0
-        for shard_id in shards_to_drop(standings, needed_bytes):
-            with cache.lock:
-                cache.counts["evicted_disk_chunks"] += cache.shards.forget(shard_id)
-            freed += cache.disk.drop(shard_id)
-            cache.counts["evicted_shards"] += 1
-        return freed
-
     def _unsaved(self) -> list[Chunk]:
-        return [
-            chunk
-            for chunk in self._cache.residency.index
-            if chunk.state == READY and chunk.shard is None and not chunk.is_covered and self.may_write(chunk)
-        ]
+        return [c for c in self._cache.residency.unsaved.values() if not c.is_covered and self.may_write(c)]
 
     def _store_usage(self) -> None:
         cache = self._cache
         if cache.disk is None or cache.options.read_only:
             return
         with cache.lock:
-            rows = cache.shards.usage()
+            chunks = list(cache.residency.index)
         try:
-            cache.disk.store_usage(rows)
+            cache.disk.store_usage(cache.shards.usage(chunks))
         except KvsnapError as error:
             cache.counts["usage_errors"] += 1
             log.debug("kvsnap: usage not stored: %s", error)

@@ -300,8 +300,8 @@ def read_cache(cache_dir: Path, prompts: Sequence[Prompt]) -> Found:
             marker = exactly(load(path.read_bytes()), "marker", "cap_bytes", "format", "kind")
             need(marker["format"] == 1 and marker["kind"] == "cache", "marker")
             need(marker["cap_bytes"] is None or is_int(marker["cap_bytes"]), "cap")
-        elif path.name == "lock":
-            need(path.read_bytes() == b"", "lock")
+        elif path.name in ("lock", "evictor"):
+            need(path.read_bytes() == b"", path.name)
         elif path.is_dir():
             read_namespace_dir(path, prompts, found)
         else:

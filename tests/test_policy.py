@@ -8,18 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsnap.policy import FrequencyRecency, Rates, ShardStanding, prefix_closed, shards_to_drop
-
-standings = st.lists(
-    st.builds(
-        ShardStanding,
-        shard=st.uuids().map(str),
-        real_bytes=st.integers(1, 1000),
-        score=st.one_of(st.just(-math.inf), st.floats(0, 2e9)),
-    ),
-    max_size=20,
-    unique_by=lambda s: s.shard,
-)
+from kvsnap.policy import FrequencyRecency, Rates, prefix_closed
 
 
 class TestFrequencyRecency:
@@ -39,29 +28,6 @@ class TestFrequencyRecency:
         scores = [FrequencyRecency().score(hits, last_use) for hits in sorted((a, b))]
 
         assert scores[0] <= scores[1]
-
-
-class TestShardsToDrop:
-    @given(standings, st.integers(0, 20_000))
-    def test_frees_enough_with_the_coldest_and_no_more(self, given: list[ShardStanding], needed: int) -> None:
-        """Invariant 7: enough goes, if there is enough; and nothing goes that need not."""
-        by_id = {standing.shard: standing for standing in given}
-
-        chosen = [by_id[shard] for shard in shards_to_drop(given, needed)]
-
-        freed = sum(standing.real_bytes for standing in chosen)
-        assert freed >= min(needed, sum(standing.real_bytes for standing in given))
-        assert freed - (chosen[-1].real_bytes if chosen else 0) < max(needed, 1)
-        kept = [standing.score for standing in given if standing not in chosen]
-        assert max((standing.score for standing in chosen), default=-math.inf) <= min(kept, default=math.inf)
-
-    def test_dead_shards_go_first_and_large_ones_before_small(self) -> None:
-        """One large dead shard is one unlink."""
-        rows = [("cold", 5, 1.0), ("dead", 5, -math.inf), ("large", 50, -math.inf)]
-        given = [ShardStanding(shard=name, real_bytes=size, score=score) for name, size, score in rows]
-
-        assert shards_to_drop(given, 55) == ["large", "dead"]
-        assert shards_to_drop(given, 0) == []
 
 
 class TestRates:

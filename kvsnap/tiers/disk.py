@@ -12,6 +12,8 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +26,7 @@ from kvsnap.keys import ChunkKey
 from kvsnap.namespace import Namespace
 from kvsnap.shard import FIRST_READ, ChunkEntry, ShardHeader, checksum, encode_header, read_header, write_shard
 from kvsnap.tiers import engines, paths, quota, usage, writers
-from kvsnap.tiers.publish import Fill, publish
+from kvsnap.tiers.publish import Fill, copying, in_file_order, publish
 from kvsnap.tiers.room import Room
 from kvsnap.tiers.scan import Listing
 
@@ -58,6 +60,8 @@ class Shard(NamedTuple):
     """In file order, parents before children."""
     real_bytes: int
     """What it takes on disk, in bytes."""
+    written_ns: int = 0
+    """When, Unix time in ns, as its file says; the same for whoever looks."""
 
 
 class DiskTier:
@@ -194,7 +198,7 @@ class DiskTier:
     def _read_shard(self, shard_id: str) -> Shard:
         path = self._path(shard_id)
         header = read_header(path, expect=self.ns)
-        return Shard(shard_id, path, header.scope, header.chunks, paths.real_bytes(path))
+        return Shard(shard_id, path, header.scope, header.chunks, *paths.size_and_time(path))
 
     def _ignore(self, shard_id: str, what: str, error: Exception) -> None:
         self.counts[what] += 1
@@ -294,24 +298,25 @@ class DiskTier:
         return shard and shard._replace(scope=header[0].scope, entries=header[0].chunks)
 
     def _publish(
-        self, shard_id: str, nbytes: int, fill: Fill, scope: str, entries: tuple[ChunkEntry, ...], *, retry: bool = True
-    ) -> Shard | None:
+        self, shard_id: str, nbytes: int, fill: Fill, scope: str, entries: tuple[ChunkEntry, ...], *,
+        retry: bool = True, may_evict: bool = True,
+    ) -> Shard | None:  # fmt: skip
         path = self._path(shard_id)
         try:
             published = publish(
                 shard_id, path, nbytes, fill, room=self._room, writer=self._writer(),
-                listing=self._listing, is_direct=self.is_direct, retry=retry,
+                listing=self._listing, is_direct=self.is_direct, retry=retry and may_evict, may_evict=may_evict,
             )  # fmt: skip
         except StorageError as error:
             self.counts["write_errors"] += 1
             self.last_error = str(error)
             raise
         if not published:
-            self.counts["no_room"] += 1
+            self.counts["no_room"] += may_evict
             return None
         self.counts["shards_written"] += 1
         self.counts["bytes_written"] += nbytes
-        return Shard(shard_id, path, scope, entries, paths.real_bytes(path))
+        return Shard(shard_id, path, scope, entries, *paths.size_and_time(path))
 
     # -- room ------------------------------------------------------------------------
 
@@ -322,6 +327,21 @@ class DiskTier:
     def enforce_cap(self) -> bool:
         """Evict until the directory is within its cap, which may be smaller than at the last start; True if it is."""
         return self.read_only or self._room.make(0)
+
+    def missing_bytes(self, ahead_bytes: int) -> int:
+        """How much too little room there is for `ahead_bytes` more, once quarantine and unused namespaces gave way."""
+        return 0 if self.read_only else self._room.missing(ahead_bytes)
+
+    def evicting(self) -> AbstractContextManager[bool]:
+        """`with` it while shards are chosen to go: True for one process per directory at a time, never waits."""
+        return writers.only_evictor(self.cache_dir)
+
+    def reread(self, shard_id: str) -> Shard | None:
+        """A known shard as its header tells; None if it can't be read."""
+        try:
+            return self._read_shard(shard_id)
+        except (CorruptChunkError, IncompatibleError, StorageError):
+            return None
 
     # -- removing --------------------------------------------------------------------
 
@@ -356,29 +376,29 @@ class DiskTier:
     def _salvage(self, shard_id: str, good: Sequence[ChunkEntry]) -> Shard | None:
         if not good:
             return None
-        path = self._path(shard_id)
-        scope = read_header(path, expect=self.ns).scope
         buffer = direct_io.aligned_buffer(max(entry.nbytes for entry in good))
-        right = [
-            entry
-            for entry in sorted(good, key=lambda entry: entry.offset)
-            if self.read_chunk(shard_id, entry, [buffer[: entry.nbytes]])
-        ]
-        if not right:
-            return None
-        header, entries = encode_header(self.ns, scope, right)
-
-        def fill(fd: int, temp: Path) -> None:
-            write_shard(fd, header, [])
-            for old, new in zip(right, entries, strict=True):
-                view = buffer[: old.nbytes]
-                if not self.read_chunk(shard_id, old, [view]):
-                    raise CorruptChunkError(f"chunk {old.key.hex()[:12]} was right a moment ago")
-                direct_io.write_all(fd, [view], new.offset)
-
-        salvaged = self._publish(paths.new_shard_id(), entries[-1].offset + entries[-1].nbytes, fill, scope, entries)
-        self.counts["chunks_salvaged"] += len(entries) if salvaged else 0
+        right = [entry for entry in in_file_order(good) if self.read_chunk(shard_id, entry, [buffer[: entry.nbytes]])]
+        salvaged = self._copy(shard_id, right, may_evict=True) if right else None
+        self.counts["chunks_salvaged"] += len(salvaged.entries) if salvaged else 0
         return salvaged
+
+    def compact(self, shard_id: str, alive: Sequence[ChunkEntry]) -> Shard | None:
+        """Copy the `alive` chunks of a shard into a new one, each checked, one at a time; the caller drops the old one.
+
+        Returns:
+            The new shard; None where there is no room for it beside the old one: nothing is evicted for it.
+
+        Raises:
+            CorruptChunkError: one of the chunks is damaged. StorageError: vanished, or the disk fails.
+        """
+        return None if self.read_only or not alive else self._copy(shard_id, in_file_order(alive), may_evict=False)
+
+    def _copy(self, shard_id: str, chosen: Sequence[ChunkEntry], *, may_evict: bool) -> Shard | None:
+        scope = read_header(self._path(shard_id), expect=self.ns).scope
+        header, entries = encode_header(self.ns, scope, chosen)
+        fill = copying(partial(self.read_chunk, shard_id), header, chosen, entries)
+        total = entries[-1].offset + entries[-1].nbytes
+        return self._publish(paths.new_shard_id(), total, fill, scope, entries, may_evict=may_evict)
 
     def _move_to_quarantine(self, shard_id: str) -> None:
         target = self.dir / paths.QUARANTINE

@@ -16,6 +16,7 @@ from kvsnap.namespace import Namespace
 
 MARKER = "kvsnap.json"
 LOCK = "lock"
+EVICTOR = "evictor"
 NAMESPACE = "namespace.json"
 SHARDS = "shards"
 TEMPORARY = "tmp"
@@ -88,6 +89,15 @@ def real_bytes(path: Path | os.DirEntry[str]) -> int:
         return os.lstat(path).st_blocks * 512
     except OSError:
         return 0
+
+
+def size_and_time(path: Path) -> tuple[int, int]:
+    """(real bytes, modification time in ns); zeros if it is gone."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return 0, 0
+    return found.st_blocks * 512, found.st_mtime_ns
 
 
 def make_dir(path: Path, mode: int = 0o777) -> None:

@@ -52,6 +52,21 @@ class Room:
                     return False
             return self.used_bytes() + nbytes <= self.limit_bytes
 
+    def missing(self, nbytes: int) -> int:
+        """How much too little room there is for `nbytes` more, once quarantine and unused namespaces gave way.
+
+        0 for what can never fit: nothing should go for it.
+        """
+        if nbytes > self.limit_bytes or self.used_bytes() + nbytes <= self.limit_bytes:
+            return 0
+        with self._lock:
+            for free in (self._empty_quarantine, self._reclaim_foreign):
+                over = self.used_bytes() + nbytes - self.limit_bytes
+                if over <= 0:
+                    return 0
+                free(over)
+            return max(0, self.used_bytes() + nbytes - self.limit_bytes)
+
     def free_disk(self, nbytes: int) -> None:
         """The disk is full below the cap, as others use it too: free about `nbytes`, once (B07)."""
         with self._lock:
@@ -59,21 +74,25 @@ class Room:
             if freed < nbytes:
                 self._evict(nbytes - freed)
 
-    def reserve(self, writer: WriterDir, name: str, nbytes: int) -> Path | None:
+    def reserve(self, writer: WriterDir, name: str, nbytes: int, *, may_evict: bool = True) -> Path | None:
         """Create the file `name` in the writer's directory, `nbytes` long and allocated; None if there is no room.
+
+        Without `may_evict` nothing goes to make room.
 
         Raises:
             OSError: the disk is full even after an eviction, or fails. The file is then removed.
         """
         temp = writer.path / name
         with self._lock:
-            if not self.make(nbytes):
+            if not (self.make(nbytes) if may_evict else self.used_bytes() + nbytes <= self.limit_bytes):
                 return None
             try:
                 _allocate(writer, temp, nbytes)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
+                if not may_evict:
+                    return None
                 self.free_disk(nbytes)
                 _allocate(writer, temp, nbytes)
         return temp

@@ -10,6 +10,8 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -85,6 +87,20 @@ def try_lock(fd: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise StorageError(f"flock failed: {error.strerror or error}") from error
     return True
+
+
+@contextmanager
+def only_evictor(cache_dir: Path) -> Iterator[bool]:
+    """True to one process per cache directory at a time; False to the others, and where it can't be told."""
+    try:
+        fd = os.open(cache_dir / paths.EVICTOR, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError:
+        yield False
+        return
+    try:
+        yield try_lock(fd)
+    finally:
+        os.close(fd)
 
 
 class WriterDir:
