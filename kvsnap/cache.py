@@ -8,11 +8,13 @@ or to report. What has not arrived and been verified is never offered (invariant
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +25,16 @@ from kvsnap.namespace import Namespace
 from kvsnap.policy import EvictionPolicy, FrequencyRecency, Rates, prefix_closed
 from kvsnap.promoter import Promoter, ReadJob
 from kvsnap.residency import Residency
+from kvsnap.runtime import widen_affinity
 from kvsnap.shard_map import ShardMap
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.tiers.dram import DramTier, SlotRecord
 from kvsnap.writer import Writer
 
 log = logging.getLogger(__name__)
+
+_PROGRESS_S = 5.0
+_BACKGROUND_NICE = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,10 @@ class TieredCache:
         self.is_closed = False
         self._chunk_tokens = namespace.chunk_tokens
         self._block_tokens = namespace.layout.block_tokens
+        self.disk_clears = 0
+        """How often the disk tier was cleared."""
         self._num_promised = 0
+        self._stop_prefault: list[bool] = []
         self._filling: dict[tuple[int, int], Chunk] = {}
         self._loading: deque[tuple[int, list[int]]] = deque()
         self._attach()
@@ -102,8 +111,9 @@ class TieredCache:
         self.writer.start()
         with self.lock:
             unchecked = [chunk for chunk in self.residency.index if chunk.state == UNCHECKED]
-        unchecked.sort(key=self.residency.score, reverse=True)
-        self.promoter.check(unchecked)
+        unchecked.sort(key=lambda c: (-self.residency.score(c), c.depth))
+        self.promoter.later(unchecked)
+        threading.Thread(target=self._prefault, name="kvsnap-prefault", daemon=True).start()
 
     # -- lookup ----------------------------------------------------------------------
 
@@ -309,8 +319,11 @@ class TieredCache:
             with self.lock:
                 removed["dram_chunks"] = self.residency.vacate_all()
         if tier in ("disk", "all") and self.disk is not None:
-            with self.lock:
-                removed["disk_chunks"] = self.shards.forget_all()
+            self.disk_clears += 1  # a shard that is being written now belongs to what is cleared
+            removed["disk_chunks"] = 0
+            for shard_id in self.shards.ids():
+                with self.lock:  # one at a time: the engine must not wait for all of them
+                    removed["disk_chunks"] += self.shards.forget(shard_id)
             removed["disk_shards"], removed["disk_bytes"] = self.disk.clear()
         return removed
 
@@ -318,48 +331,49 @@ class TieredCache:
         """Write everything that may be written and isn't yet; wait for it at most `timeout_s` seconds."""
         return self.writer.flush(timeout_s)
 
-    def preload(self, budget_bytes: int, timeout_s: float) -> tuple[int, int]:
+    def preload(
+        self, budget_bytes: int, timeout_s: float, progress: Callable[[int, int], None] | None = None
+    ) -> tuple[int, int]:
         """Promote the hottest chunks of the disk tier into free slots, parents first.
 
+        Args:
+            budget_bytes: Most bytes to promote.
+            timeout_s: Longest wait; what is left then goes on in the background, behind
+                whatever requests wait for.
+            progress: Called every few seconds of the wait with (bytes done, bytes in all).
+
         Returns:
-            (chunks, bytes) that are in DRAM now and were not before. When `timeout_s`
-            is over, what was begun goes on in the background.
+            (chunks, bytes) that are in DRAM now and were not before.
         """
         deadline = time.monotonic() + timeout_s
-        with self.lock:
-            cold = [c for c in self.residency.index if c.state == ABSENT and c.shard is not None]
-            cold.sort(key=lambda c: (-self.residency.score(c), c.depth))
-            parents: dict[bytes, bytes | None] = {
-                c.key: c.parent.key if c.parent else None for c in self.residency.index
-            }
-            by_key: dict[bytes, Chunk] = {c.key: c for c in cold}
-            room = self.residency.num_free
-        wanted: list[Chunk] = []
-        used = 0
-        for key in prefix_closed((c.key for c in cold), parents):
-            chunk = by_key.get(key)
-            if chunk is None:
-                continue
-            used += self.geometry.chunk_bytes(chunk.tokens)
-            if used > budget_bytes or len(wanted) >= room:
-                break
-            wanted.append(chunk)
-        for start in range(0, len(wanted), 64):
-            batch = wanted[start : start + 64]
-            self.promote(batch)
-            self.promoter.wait(batch, deadline)
-            if time.monotonic() >= deadline:
-                break
+        wanted = self._hottest_on_disk(budget_bytes)
+        self.promoter.later(wanted)
+        in_all = self._bytes_of(wanted)
+        while time.monotonic() < deadline and not self.promoter.wait_later(deadline, _PROGRESS_S):
+            if progress is not None:
+                progress(self._bytes_of(c for c in wanted if c.state == READY), in_all)
         loaded = [chunk for chunk in wanted if chunk.state == READY]
-        return len(loaded), sum(self.geometry.chunk_bytes(chunk.tokens) for chunk in loaded)
+        return len(loaded), self._bytes_of(loaded)
+
+    def background_job(self, chunk: Chunk) -> ReadJob | None:
+        """Called by a reading thread that has nothing better to do; None where the chunk needs nothing any more."""
+        with self.lock:
+            if self.is_closed:
+                return None
+            if chunk.state == UNCHECKED:
+                return self._check_job(chunk)
+            if chunk.state == ABSENT and self.residency.num_free:
+                return self._read_job(chunk)
+        return None
 
     def status(self) -> dict[str, Any]:
         """What is in the tiers and what happened so far; plain values for JSON."""
         with self.lock:
             chunks = list(self.residency.index)
-            in_dram = [c for c in chunks if c.slot >= 0 and c.state != FILLING]
-            on_disk = [c for c in chunks if c.shard is not None]
             counts = dict(self.counts)
+            num_unsaved = len(self.residency.unsaved)
+        in_dram = [c for c in chunks if c.slot >= 0 and c.state != FILLING]
+        on_disk = [c for c in chunks if c.shard is not None]
         return {
             "namespace": self.namespace.id(),
             "dram": {
@@ -367,14 +381,14 @@ class TieredCache:
                 "bytes": self.dram.file_bytes,
                 "slots": self.dram.num_slots,
                 "chunks": len(in_dram),
-                "chunk_bytes": sum(self.geometry.chunk_bytes(c.tokens) for c in in_dram),
+                "chunk_bytes": self._bytes_of(in_dram),
                 "tokens": sum(c.tokens for c in in_dram),
                 "epoch": self.dram.epoch,
-                "unsaved": sum(c.shard is None for c in in_dram),
+                "unsaved": num_unsaved,
             },
             "disk": {
                 "chunks": len(on_disk),
-                "chunk_bytes": sum(self.geometry.chunk_bytes(c.tokens) for c in on_disk),
+                "chunk_bytes": self._bytes_of(on_disk),
                 "tokens": sum(c.tokens for c in on_disk),
                 "shards": len(self.shards),
                 **self.writer.status(),
@@ -387,6 +401,7 @@ class TieredCache:
         if self.is_closed:
             return
         self.is_closed = True
+        self._stop_prefault.append(True)
         self.writer.stop()
         self.promoter.stop()
         self.dram.close()
@@ -423,6 +438,37 @@ class TieredCache:
 
     # -- inside ----------------------------------------------------------------------
 
+    def _hottest_on_disk(self, budget_bytes: int) -> list[Chunk]:
+        """What a preload takes: chunks that are only on disk, hottest first, parents first, as far as there is room."""
+        with self.lock:
+            chunks = list(self.residency.index)
+            room = self.residency.num_free
+        cold = [c for c in chunks if c.state == ABSENT and c.shard is not None]
+        cold.sort(key=lambda c: (-self.residency.score(c), c.depth))
+        parents: dict[bytes, bytes | None] = {c.key: c.parent.key if c.parent else None for c in chunks}
+        by_key: dict[bytes, Chunk] = {c.key: c for c in cold}
+        wanted: list[Chunk] = []
+        used = 0
+        for key in prefix_closed((c.key for c in cold), parents):
+            chunk = by_key.get(key)
+            if chunk is None:
+                continue
+            used += self.geometry.chunk_bytes(chunk.tokens)
+            if used > budget_bytes or len(wanted) >= room:
+                break
+            wanted.append(chunk)
+        return wanted
+
+    def _bytes_of(self, chunks: Iterable[Chunk]) -> int:
+        return sum(self.geometry.chunk_bytes(chunk.tokens) for chunk in chunks)
+
+    def _prefault(self) -> None:
+        """Map the data's pages here too: promotions would pay for their first touch."""
+        widen_affinity()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICE)
+        self.dram.prefault(self._stop_prefault)
+
     def _read_job(self, chunk: Chunk) -> ReadJob | None:
         if chunk.shard is None or self.disk is None or (chunk.parent is not None and chunk.parent.slot < 0):
             return None
@@ -457,7 +503,7 @@ class TieredCache:
         self.residency.ready(chunk)
         self.counts["stored"] += 1
         for short in self.residency.index.covered_by(chunk):
-            self.residency.cover(short)
+            self.residency.cover(short, chunk)
         self.writer.stored(chunk)
 
     def _record(self, chunk: Chunk) -> SlotRecord:

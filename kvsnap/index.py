@@ -37,13 +37,14 @@ class Chunk:
         "after",
         "before",
         "block_keys",
+        "covered_by",
         "depth",
         "dram_children",
         "dram_xxh3",
         "first_child",
         "generation",
         "hits",
-        "is_covered",
+        "is_queued",
         "key",
         "last_use",
         "offset",
@@ -83,8 +84,16 @@ class Chunk:
         self.after: Chunk | None = None
         self.shields = 0
         """Above zero while slots are taken for its relatives: not to be evicted for them."""
-        self.is_covered = False
-        """A short chunk whose blocks a longer sibling has too."""
+        self.covered_by: Chunk | None = None
+        """For a short chunk: a longer sibling that begins with the same blocks."""
+        self.is_queued = False
+        """Whether the eviction queue has an entry for it."""
+
+    @property
+    def is_covered(self) -> bool:
+        """A short chunk whose blocks a longer sibling has too, in DRAM or on disk."""
+        other = self.covered_by
+        return other is not None and (other.slot >= 0 or other.shard is not None)
 
     @property
     def parent(self) -> Chunk | None:

@@ -39,7 +39,12 @@ class Residency:
         self._free = list(range(num_slots - 1, -1, -1))
         self._owner: list[Chunk | None] = [None] * num_slots
         self._ops = [0] * num_slots
-        self._heap: list[tuple[float, int, Chunk, int]] = []
+        self.unsaved: dict[ChunkKey, Chunk] = {}
+        """Complete chunks in DRAM that are not on disk."""
+        self._heap: list[tuple[float, int, Chunk]] = []
+        # One entry a chunk at most (`is_queued`), with the score it had when it was offered. An
+        # entry whose chunk is no longer evictable is dropped when it comes up; what makes the
+        # chunk evictable again offers it again.
         self._order = itertools.count()
 
     # -- slots -----------------------------------------------------------------------
@@ -87,6 +92,8 @@ class Residency:
     def ready(self, chunk: Chunk) -> None:
         """The chunk's bytes are all there and good."""
         chunk.state = READY
+        if chunk.shard is None:
+            self.unsaved[chunk.key] = chunk
         self.version += 1
         self._offer(chunk)
 
@@ -96,6 +103,7 @@ class Residency:
             return
         slot = chunk.slot
         chunk.slot, chunk.state, chunk.dram_xxh3 = -1, ABSENT, b""
+        self.unsaved.pop(chunk.key, None)
         self._owner[slot] = None
         self._free_slot(slot)
         if self._ops[slot] == 0:
@@ -156,6 +164,7 @@ class Residency:
     def put_on_disk(self, chunk: Chunk, shard: str, offset: int, xxh3: bytes) -> None:
         """The chunk lies in a shard. Its parent must lie in one too."""
         chunk.shard, chunk.offset, chunk.shard_xxh3 = shard, offset, xxh3
+        self.unsaved.pop(chunk.key, None)
         self.version += 1
 
     def drop_from_disk(self, chunk: Chunk) -> list[Chunk]:
@@ -164,6 +173,8 @@ class Residency:
         for below in self.index.subtree(chunk):
             if below.shard is not None:
                 below.shard, below.offset, below.shard_xxh3 = None, 0, b""
+                if below.state == READY:
+                    self.unsaved[below.key] = below
                 lost.append(below)
                 self._forget_if_gone(below)
         self.version += 1
@@ -180,10 +191,12 @@ class Residency:
         """What the chunk is worth; a covered short chunk nothing."""
         return float("-inf") if chunk.is_covered else self._policy.score(chunk.hits, chunk.last_use)
 
-    def cover(self, chunk: Chunk) -> None:
-        """A short chunk has a longer sibling with the same blocks: first to go."""
-        chunk.is_covered = True
-        self._offer(chunk)
+    def cover(self, chunk: Chunk, by: Chunk) -> None:
+        """A short chunk has a longer sibling with the same blocks: first to go, as long as that is here."""
+        chunk.covered_by = by
+        if self._is_evictable(chunk):  # its old entry may lie far down the queue
+            chunk.is_queued = True
+            heapq.heappush(self._heap, (self.score(chunk), next(self._order), chunk))
 
     def coldest_first(self, count: int) -> list[Chunk]:
         """The next `count` chunks that eviction would take if all could be dropped, in its order.
@@ -191,39 +204,35 @@ class Residency:
         Leaves before their parents; a parent counts as a leaf once all its children
         in DRAM are in the list.
         """
-        heap = list(self._heap)
-        heapq.heapify(heap)
+        popped: list[tuple[float, int, Chunk]] = []
+        parents: list[tuple[float, int, Chunk]] = []
         children: dict[ChunkKey, int] = {}
-        seen: set[ChunkKey] = set()
-        order: list[Chunk] = []
-        while heap and len(order) < count:
-            score, _, chunk, generation = heapq.heappop(heap)
-            if chunk.generation != generation or chunk.slot < 0 or chunk.key in seen or chunk.state != READY:
-                continue
-            current = self.score(chunk)
-            if current > score:  # used since it was offered
-                heapq.heappush(heap, (current, next(self._order), chunk, generation))
-                continue
-            if children.get(chunk.key, chunk.dram_children) or chunk.shields or self._ops[chunk.slot]:
-                continue
-            seen.add(chunk.key)
-            order.append(chunk)
+        order: dict[ChunkKey, Chunk] = {}
+        while (self._heap or parents) and len(order) < count:
+            if not self._heap or (parents and parents[0] < self._heap[0]):
+                chunk = heapq.heappop(parents)[2]
+            else:
+                entry = self._pop()
+                if entry is None or entry[2].key in order:
+                    continue
+                popped.append(entry)
+                chunk = entry[2]
+            order[chunk.key] = chunk
             parent = chunk.parent
-            if parent is not None and parent.slot >= 0:
-                left = children.get(parent.key, parent.dram_children) - 1
-                children[parent.key] = left
-                if left == 0:
-                    entry = (self.score(parent), next(self._order), parent, parent.generation)
-                    heapq.heappush(heap, entry)
-        return order
+            if parent is not None and parent.state == READY and not parent.shields and not self._ops[parent.slot]:
+                children[parent.key] = children.get(parent.key, parent.dram_children) - 1
+                if children[parent.key] == 0:
+                    heapq.heappush(parents, (self.score(parent), next(self._order), parent))
+        for entry in popped:
+            self._push_back(entry)
+        return list(order.values())
 
     # -- inside ----------------------------------------------------------------------
 
     def _offer(self, chunk: Chunk) -> None:
-        if self._is_evictable(chunk):
-            heapq.heappush(self._heap, (self.score(chunk), next(self._order), chunk, chunk.generation))
-            if len(self._heap) > 4 * self.num_slots + 64:
-                self._rebuild_heap()
+        if not chunk.is_queued and self._is_evictable(chunk):
+            chunk.is_queued = True
+            heapq.heappush(self._heap, (self.score(chunk), next(self._order), chunk))
 
     def _is_evictable(self, chunk: Chunk) -> bool:
         return (
@@ -234,33 +243,37 @@ class Residency:
             and self._ops[chunk.slot] == 0
         )
 
-    def _rebuild_heap(self) -> None:
-        leaves = (chunk for chunk in self._owner if chunk is not None and self._is_evictable(chunk))
-        self._heap = [(self.score(chunk), next(self._order), chunk, chunk.generation) for chunk in leaves]
-        heapq.heapify(self._heap)
+    def _pop(self) -> tuple[float, int, Chunk] | None:
+        """The coldest entry if it stands; None where it was stale (dropped) or too low (corrected)."""
+        entry = heapq.heappop(self._heap)
+        score, order, chunk = entry
+        if not self._is_evictable(chunk):
+            chunk.is_queued = False
+            return None
+        current = self.score(chunk)
+        if current > score:
+            heapq.heappush(self._heap, (current, order, chunk))
+            return None
+        return entry
+
+    def _push_back(self, entry: tuple[float, int, Chunk]) -> None:
+        entry[2].is_queued = True
+        heapq.heappush(self._heap, entry)
 
     def _coldest(self, is_droppable: Callable[[Chunk], bool]) -> Chunk | None:
-        skipped: list[tuple[float, int, Chunk, int]] = []
-        seen: set[Chunk] = set()  # a chunk is in the heap once for every time that it was offered
+        skipped: list[tuple[float, int, Chunk]] = []
         victim: Chunk | None = None
         while self._heap and len(skipped) < _MAX_SKIPPED:
-            entry = heapq.heappop(self._heap)
-            score, _, chunk, generation = entry
-            if chunk.generation != generation or not self._is_evictable(chunk):
-                continue  # offered again when it becomes a leaf or loses its pins
-            if chunk in seen:
+            entry = self._pop()
+            if entry is None:
                 continue
-            current = self.score(chunk)
-            if current > score:
-                heapq.heappush(self._heap, (current, next(self._order), chunk, generation))
-                continue
-            if is_droppable(chunk):
-                victim = chunk
+            if is_droppable(entry[2]):
+                victim = entry[2]
+                victim.is_queued = False
                 break
-            seen.add(chunk)
             skipped.append(entry)
         for entry in skipped:
-            heapq.heappush(self._heap, entry)
+            self._push_back(entry)
         return victim
 
     def _forget_if_gone(self, chunk: Chunk) -> None:

@@ -89,6 +89,7 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         try:
             self._scheduler = open_scheduler_half(vllm_config, kv_cache_config, self._kv_transfer_config)
+            self._guard.on_off = self._scheduler.turn_off
             self._block_tokens = block_tokens_of(kv_cache_config)
         except ConfigError:
             raise
@@ -185,6 +186,8 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(connector_metadata, KVSnapMetadata):
             self._lost_blocks.update(connector_metadata.lost_blocks)
             self._lost_requests.update(connector_metadata.lost_requests)
+            if connector_metadata.lost_blocks and self._worker is not None:
+                self._worker.distrust(connector_metadata.seq)
 
     def _step(self, hook: str, action: Callable[[WorkerHalf, StepPlan], None]) -> None:
         """Run one side of the bound plan. What can't be done is reported, never dropped."""
@@ -202,6 +205,8 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 action(half, plan)
         except Exception as error:
             self._lose(plan)
+            half.distrust(plan.seq)
+            half.refuse(plan)
             self._guard.failed(hook, error)
 
     def _lose(self, plan: StepPlan) -> None:
@@ -297,7 +302,10 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return half.plan_step(list(_scheduled(scheduler_output)))
 
         plan = self._guard.call("build_connector_meta", make_plan, None)
-        meta = KVSnapMetadata(plan=None if plan is None or plan.is_empty() else plan)
+        meta = KVSnapMetadata(
+            plan=None if plan is None or plan.is_empty() else plan,
+            seq=self._guard.call("build_connector_meta", lambda: half.planned_seq, 0),
+        )
         if self._admitted:
             self._settle(meta)
         return meta

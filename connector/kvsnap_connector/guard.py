@@ -26,6 +26,8 @@ class Guard:
     def __init__(self) -> None:
         self.num_errors = 0
         self.off_reason: str | None = None
+        self.on_off: Callable[[str], None] | None = None
+        """Told the reason when the connector turns itself off."""
         self._seen: set[tuple[str, type[BaseException]]] = set()
 
     @property
@@ -60,3 +62,5 @@ class Guard:
         if self.off_reason is None:
             self.off_reason = reason
             log.warning("kvsnap: turned off: %s", reason)
+            if self.on_off is not None:
+                self.on_off(reason)

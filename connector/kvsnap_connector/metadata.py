@@ -33,6 +33,9 @@ class StepPlan:
     """Number of the plan, from 1; a worker that finished all loads up to `seq` reports it."""
     epoch: int
     """The DRAM tier's epoch at planning time."""
+    acked: int = 0
+    """The scheduler half knew of all failed loads of plans up to this number when it planned. A
+    worker stores nothing that may have been computed from blocks that it failed to load."""
     loads: list[CopyOp] = field(default_factory=list)
     """Slot to device, complete before the forward pass of this step."""
     stores: list[CopyOp] = field(default_factory=list)
@@ -53,3 +56,5 @@ class WorkerReport:
     """Global rank inside the engine."""
     failed: list[tuple[int, int]] = field(default_factory=list)
     """(slot, generation) of copies that were refused or failed on this rank."""
+    lost_loads: bool = False
+    """Whether blocks that were promised hold nothing: what was computed since is not to be trusted."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,6 +26,7 @@ MAX_WAITERS = 64
 """Requests that may wait for promotions at the same time."""
 _MAX_ROUNDS = 3
 _PROBE_EVERY_S = 30.0
+_MOST_STEPS = 8
 _PREFILL_STEP_TOKENS = 64
 """A step with fewer tokens says nothing about the speed of prefill."""
 
@@ -65,12 +66,16 @@ class Planner:
         self._roots: dict[str | None, ChunkKey] = {}
         self._requests: dict[str, RequestState] = {}
         self._num_waiting = 0
-        self._seq = 0
+        self.seq = 0
+        """Number of the newest plan."""
+        self._acked = 0
         self._loads: list[CopyOp] = []
         self._async_loads: dict[str, list[CopyOp]] = {}
         self._fresh_blocks: set[int] | None = None
         self._next_probe = 0.0
-        self._step: tuple[int, float] | None = None
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)
+        self._last_step_end = 0.0
+        self._failed_plans: list[Exception] = []
         self._reported: Counter[str] = Counter()
 
     # -- a request arrives, is asked about, is admitted, ends -------------------------
@@ -90,9 +95,11 @@ class Planner:
         blocked = self._why_not(state, num_local_tokens, limit)
         if blocked is not None:
             return self._no_hit(state, blocked)
+        state.local = num_local_tokens
         memo = (self.cache.residency.version, num_local_tokens, limit)
         is_late = state.is_waiting and time.monotonic() >= state.deadline
-        if state.memo == memo and not is_late:
+        is_held = state.promise is not None or not state.answer
+        if state.memo == memo and is_held and not is_late:
             return self._reply(state.answer)
         self._release(state)
         self._extend(state)
@@ -104,17 +111,18 @@ class Planner:
     def admitted(self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """The request got its blocks; `num_external_tokens` of them are to be loaded now."""
         state = self._state(request)
-        self._set_waiting(state, waits=False)
-        state.memo = None
+        self._stop_waiting(state)
         promise, state.promise = state.promise, None
-        if num_external_tokens > 0:
-            ops = self._plan_load(state, promise, block_ids, num_external_tokens)
-            if self._async:
-                self._async_loads[request.request_id] = ops
-            else:
-                self._loads.extend(ops)
-        if promise is not None:
-            self.cache.release(promise)
+        try:
+            if num_external_tokens > 0:
+                ops = self._plan_load(state, promise, block_ids, num_external_tokens)
+                if self._async:
+                    self._async_loads[request.request_id] = ops
+                else:
+                    self._loads.extend(ops)
+        finally:
+            if promise is not None:
+                self.cache.release(promise)
 
     def hit_sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
         """Tokens of the last hit by tier, `host` or `disk`; they add up to the argument."""
@@ -128,7 +136,7 @@ class Planner:
         """The request is over, for whatever reason; copies under way go on."""
         state = self._requests.pop(request_id, None)
         if state is not None:
-            self._set_waiting(state, waits=False)
+            self._stop_waiting(state)
             self._release(state)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
@@ -136,38 +144,56 @@ class Planner:
         for request_id in request_ids:
             state = self._requests.get(request_id)
             if state is not None:
-                state.next_chunk = 0
-                state.is_resumed = True
-                state.memo = None
+                self._stop_waiting(state)
+                state.start_over()
 
     # -- a step ----------------------------------------------------------------------
 
     def plan_step(self, scheduled: Sequence[Scheduled]) -> StepPlan:
         """What the workers copy in this step: the loads of its admissions, and chunks that it completes."""
-        self._seq += 1
-        plan = StepPlan(seq=self._seq, epoch=self.cache.dram.epoch, loads=self._loads, async_loads=self._async_loads)
+        self.seq += 1
+        plan = StepPlan(
+            seq=self.seq,
+            epoch=self.cache.dram.epoch,
+            acked=self._acked,
+            loads=self._loads,
+            async_loads=self._async_loads,
+        )
         self._loads, self._async_loads = [], {}
         num_tokens = 0
         for request_id, num_computed, num_scheduled, table in scheduled:
             num_tokens += num_scheduled
             state = self._requests.get(request_id)
-            if state is not None:
+            if state is None:
+                continue
+            try:
                 self._note_blocks(state, num_computed, num_scheduled, table)
                 if state.may_store and state.epoch == self.cache.dram.epoch and self.off_reason is None:
                     self._plan_stores(plan, state, num_computed, num_scheduled, table)
-        self._step = (num_tokens, time.monotonic()) if num_tokens >= _PREFILL_STEP_TOKENS else None
+            except Exception as error:
+                # The plan goes out all the same: it has copies that slots and requests wait for.
+                state.may_store = False
+                self._failed_plans.append(error)
+        self._steps.append((num_tokens, time.monotonic()))
         return plan
 
-    def step_done(self, reports: Sequence[WorkerReport] = ()) -> None:
-        """A step's output is back."""
-        if self._step is not None:
-            self.cache.rates.saw_prefill(self._step[0], time.monotonic() - self._step[1])
-            self._step = None
+    def step_done(self, reports: Sequence[WorkerReport] = (), *, are_blocks_lost: bool = False) -> None:
+        """A step's output is back. `are_blocks_lost`: vLLM was told of blocks that it computes now instead."""
+        self._measure_step()
         for report in reports:
             for slot, generation in report.failed:
                 self.cache.fail(slot, generation)
+        if are_blocks_lost or any(report.lost_loads for report in reports):
+            # All that was planned up to here may have been computed from them, and no worker
+            # stores it; plans from here on are made on what vLLM has set right.
+            self._acked = self.seq
+            for state in self._requests.values():
+                state.start_over()
         if self.cache.has_pending_copies:
             self.cache.poll()
+        if self._failed_plans:
+            error, self._failed_plans = self._failed_plans[0], []
+            raise error
 
     # -- the whole engine ------------------------------------------------------------
 
@@ -175,8 +201,7 @@ class Planner:
         """The engine's prefix cache was reset: nothing in DRAM from before is served again."""
         for state in self._requests.values():
             self._release(state)
-            self._set_waiting(state, waits=False)
-            state.memo = None
+            self._stop_waiting(state)
         dropped = self.cache.reset()
         self._fresh_blocks = set()
         log.info("kvsnap: reset: %d chunks in DRAM made unreachable", dropped)
@@ -254,14 +279,14 @@ class Planner:
     def _may_wait(self, state: RequestState, match: Match) -> bool:
         cold = [piece.chunk for piece in match.pieces if piece.chunk.state != READY]
         now = time.monotonic()
+        if not state.deadline and self._num_waiting >= MAX_WAITERS:
+            self._miss(state, "too many requests wait already")
+            return False
+        if not self._is_worth_it(cold, match):  # also while it waits: the disk may have turned out slow
+            self._miss(state, "reading predicted slower than computing")
+            self._probe(cold, now)
+            return False
         if not state.deadline:
-            if self._num_waiting >= MAX_WAITERS:
-                self._miss(state, "too many requests wait already")
-                return False
-            if not self._is_worth_it(cold, match):
-                self._miss(state, "reading predicted slower than computing")
-                self._probe(cold, now)
-                return False
             state.deadline = now + self._lookup_seconds
             state.note_cold(match)
         if now >= state.deadline:
@@ -315,10 +340,25 @@ class Planner:
             state.is_waiting = waits
             self._num_waiting += 1 if waits else -1
 
+    def _stop_waiting(self, state: RequestState) -> None:
+        """The wait is over, one way or the other; a later one is another."""
+        self._set_waiting(state, waits=False)
+        state.memo, state.deadline, state.rounds = None, 0.0, 0
+
     def _release(self, state: RequestState) -> None:
+        state.memo = None
         if state.promise is not None:
             self.cache.release(state.promise)
             state.promise = None
+
+    def _measure_step(self) -> None:
+        """The speed of prefill, for `load_policy`; several steps may be in flight, and they end in order."""
+        now = time.monotonic()
+        if self._steps:
+            num_tokens, started = self._steps.popleft()
+            if num_tokens >= _PREFILL_STEP_TOKENS:
+                self.cache.rates.saw_prefill(num_tokens, now - max(started, self._last_step_end))
+        self._last_step_end = now
 
     # -- inside: loads ---------------------------------------------------------------
 
@@ -332,7 +372,9 @@ class Planner:
             # Never seen, and never to be answered with what is not there: a generation that
             # no slot has makes the workers report these blocks, and vLLM computes them.
             log.error("kvsnap: request %s was admitted with %d tokens not promised", request_id, num_tokens)
-            return [CopyOp(slot=0, generation=0, first_block=0, block_ids=list(block_ids), request_id=request_id)]
+            first = (promise.start_tokens if promise is not None else state.local) // size
+            lost = list(block_ids[first : first + num_tokens // size])
+            return [CopyOp(slot=0, generation=0, first_block=0, block_ids=lost, request_id=request_id)]
         ops: list[CopyOp] = []
         slots: list[int] = []
         used: list[Chunk] = []
@@ -356,7 +398,7 @@ class Planner:
             tier = "disk" if piece.chunk.key in state.from_disk else "host"
             state.sources[tier] = state.sources.get(tier, 0) + blocks * size
             at, left = at + blocks, left - blocks
-        self.cache.begin_load(self._seq + 1, slots)
+        self.cache.begin_load(self.seq + 1, slots)
         self.cache.touch(used, hit=True)
         for tier, tokens in state.sources.items():
             self.cache.counts[f"hit_tokens_{tier}"] += tokens
@@ -454,6 +496,8 @@ class Planner:
         if self._fresh_blocks is None:
             return
         size = self._block_tokens
+        if num_computed % size and num_computed // size == (num_computed + num_scheduled - 1) // size:
+            return  # goes on in a block that an earlier step noted
         ids = table()[num_computed // size : -(-(num_computed + num_scheduled) // size)]
         if state.epoch == self.cache.dram.epoch:
             self._fresh_blocks.update(ids)

@@ -56,6 +56,8 @@ class RequestState:
     epoch: int
     """Epoch of the DRAM tier at arrival; a request of an older one never stores."""
     may_store: bool
+    local: int = 0
+    """Tokens of the engine's own hit when last asked."""
     promise: Promise | None = None
     memo: tuple[int, int, int] | None = None
     """(residency version, local tokens, limit) that `answer` holds for."""
@@ -76,6 +78,11 @@ class RequestState:
     has_seen_miss: bool = False
     is_resumed: bool = False
     """It was preempted: what it meets again is its own."""
+
+    def start_over(self) -> None:
+        """Its blocks are gone, or were computed again: consider every chunk anew."""
+        self.next_chunk = 0
+        self.is_resumed = True
 
     def end_of_tokens(self, block_tokens: int) -> int:
         """The furthest position that a hit may reach: one token must be computed, blocks are whole."""

@@ -103,12 +103,27 @@ class SchedulerHalf:
             self.planner.off_reason = "; ".join(bad)
             self.cache.close()
             return
-        self.cache.start()
-        if self._config.snapshot is not None:
-            self._import_snapshot(self._config.snapshot)
-        self._preload()
-        self._log_start()
-        self._open_control()
+        try:
+            self.cache.start()
+            if self._config.snapshot is not None:
+                self._import_snapshot(self._config.snapshot)
+            self._preload()
+            self._log_start()
+            self._open_control()
+        except BaseException:
+            self.cache.close()  # so that the next engine finds the DRAM file without an owner
+            raise
+
+    @property
+    def planned_seq(self) -> int:
+        """Number of the newest plan."""
+        return self.planner.seq
+
+    def turn_off(self, reason: str) -> None:
+        """Do nothing from now on; `kvsnap status` says why."""
+        if self.planner.off_reason is None:
+            self.planner.off_reason = reason
+        self.cache.writer.stop_soon()
 
     def plan_step(self, scheduled: Sequence[Scheduled]) -> StepPlan:
         """See `Planner.plan_step`."""
@@ -118,7 +133,7 @@ class SchedulerHalf:
         """A step's output is back; `load_errors` are blocks that vLLM now computes itself."""
         if load_errors:
             self.cache.counts["blocks_not_loaded"] += len(load_errors)
-        self.planner.step_done(reports or ())
+        self.planner.step_done(reports or (), are_blocks_lost=bool(load_errors))
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """See `Planner.preempted`."""
@@ -175,9 +190,20 @@ class SchedulerHalf:
         most = budget if config.preload_bytes is None else parse_size(config.preload_bytes, of=budget)
         seconds = config.preload_seconds if config.preload == "blocking" else 0.0
         started = time.monotonic()
-        chunks, nbytes = self.cache.preload(most, seconds)
-        if chunks:
+
+        def progress(done: int, in_all: int) -> None:
             took = max(time.monotonic() - started, 1e-6)
+            self._log.info(
+                "kvsnap: preload: %d of %d MiB, %d %%, %.2f GB/s",
+                done // _MIB,
+                in_all // _MIB,
+                100 * done // max(in_all, 1),
+                done / took / 1e9,
+            )
+
+        chunks, nbytes = self.cache.preload(most, seconds, progress)
+        took = max(time.monotonic() - started, 1e-6)
+        if chunks:
             self._log.info(
                 "kvsnap: preloaded %d chunks, %d MiB, in %.2f s (%.2f GB/s)",
                 chunks,
@@ -185,6 +211,8 @@ class SchedulerHalf:
                 took,
                 nbytes / took / 1e9,
             )
+        if self.cache.promoter.num_later:
+            self._log.info("kvsnap: %d more chunks follow in the background", self.cache.promoter.num_later)
 
     def _log_start(self) -> None:
         status = self.cache.status()

@@ -19,6 +19,8 @@ class KVSnapMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     plan: StepPlan | None = None
     """What to copy; None for nothing."""
+    seq: int = 0
+    """Number of the newest plan when this was made; counts on where `plan` is None."""
     lost_blocks: list[int] = field(default_factory=list)
     """Device blocks that were promised and that no copy will fill: to be reported as load errors."""
     lost_requests: list[str] = field(default_factory=list)

@@ -85,6 +85,8 @@ class WorkerHalf:
         self._blocks_per_chunk = blocks_per_chunk
         self._is_writer = is_writer
         self._loaded_seq = self._stored_seq = 0
+        self._distrusted_seq = 0
+        self._has_lost_loads = False
         self._failed_copies: list[tuple[int, int]] = []
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
@@ -99,29 +101,39 @@ class WorkerHalf:
         self._loaded_seq = plan.seq
         started = time.perf_counter()
         moved = 0
+        # Before the first copy, and even if all fail: their blocks are in the error set by then,
+        # and the engine waits for the report for ever.
+        self._received |= plan.async_loads.keys()
         try:
-            for op in plan.loads:
+            for op in _all_loads(plan):
                 moved += self._load(op)
-            for request_id, ops in plan.async_loads.items():
-                # Reported even if a copy failed: its blocks are in the error set by then, and
-                # the engine waits for the report for ever.
-                self._received.add(request_id)
-                for op in ops:
-                    moved += self._load(op)
         finally:
             self._region.finish_loads(plan.seq)
         if moved:
             self._count(worker_load_bytes=moved, worker_load_seconds=time.perf_counter() - started)
 
     def store(self, plan: StepPlan) -> None:
-        """Do all stores of a plan, after the forward pass has written their blocks."""
+        """Do all stores of a plan, after the forward pass has written their blocks.
+
+        None of them where a load before it failed and the scheduler half did not know
+        yet when it planned: the step has computed from blocks that hold something else.
+        """
         if plan.seq <= self._stored_seq:
             return
         self._stored_seq = plan.seq
+        if plan.acked < self._distrusted_seq:
+            for op in plan.stores:
+                self._fail_store(op)
+            return
         started = time.perf_counter()
         moved = sum(self._store(op) for op in plan.stores)
         if moved:
             self._count(worker_store_bytes=moved, worker_store_seconds=time.perf_counter() - started)
+
+    def distrust(self, seq: int) -> None:
+        """Blocks that plan `seq` promised were not filled: store nothing until the scheduler half knows."""
+        self._distrusted_seq = max(self._distrusted_seq, seq, self._loaded_seq)
+        self._has_lost_loads = True
 
     def refuse(self, plan: StepPlan) -> None:
         """Report everything of a plan that was not done as failed, without touching device or slots."""
@@ -134,7 +146,7 @@ class WorkerHalf:
         if plan.seq > self._stored_seq:
             self._stored_seq = plan.seq
             for op in plan.stores:
-                self._fail_store(op, answer=self._region.may_fill(op.slot, op.generation))
+                self._fail_store(op)
 
     def take_failed_blocks(self) -> set[int]:
         """Device blocks that hold nothing, since the last call."""
@@ -148,10 +160,11 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         """What went wrong on this rank since the last call; None for nothing."""
-        if not self._failed_copies:
+        if not self._failed_copies and not self._has_lost_loads:
             return None
         taken, self._failed_copies = self._failed_copies, []
-        return WorkerReport(rank=self._rank, failed=taken)
+        lost, self._has_lost_loads = self._has_lost_loads, False
+        return WorkerReport(rank=self._rank, failed=taken, lost_loads=lost)
 
     def take_stats(self) -> dict[str, int | float]:
         """Counters since the last call; empty for nothing."""
@@ -189,38 +202,36 @@ class WorkerHalf:
 
     def _load(self, op: CopyOp) -> int:
         """Bytes moved; 0 if the load was refused or failed."""
-        if not self._is_sane(op) or not self._region.may_read(op.slot, op.generation):
-            return self._fail_load(op)
-        area = self._region.area(op.slot)[op.first_block * self._copier.block_bytes :]
-        if not _succeeds(lambda: self._copier.scatter(area, op.block_ids), "load", op):
-            return self._fail_load(op)
-        if not self._region.may_read(op.slot, op.generation):
+        if not _succeeds(lambda: self._scatter(op), "load", op):
             return self._fail_load(op)
         self._count(worker_loads=1)
         return len(op.block_ids) * self._copier.block_bytes
 
+    def _scatter(self, op: CopyOp) -> bool:
+        if not self._is_sane(op) or not self._region.may_read(op.slot, op.generation):
+            return False
+        self._copier.scatter(self._region.area(op.slot)[op.first_block * self._copier.block_bytes :], op.block_ids)
+        return self._region.may_read(op.slot, op.generation)
+
     def _store(self, op: CopyOp) -> int:
         """Bytes moved; 0 if the store was refused or failed, or isn't this rank's."""
-        if not self._region.may_fill(op.slot, op.generation):
-            return self._fail_store(op, answer=False)
-        if not self._is_sane(op):
-            return self._fail_store(op, answer=True)
-        if not self._is_writer:
-            self._region.complete(op.slot, op.generation, ok=True)
-            return 0
         if not _succeeds(lambda: self._gather(op), "store", op):
-            return self._fail_store(op, answer=self._region.may_fill(op.slot, op.generation))
-        if not self._region.may_fill(op.slot, op.generation):
-            return self._fail_store(op, answer=False)
+            return self._fail_store(op)
         self._region.complete(op.slot, op.generation, ok=True)
+        if not self._is_writer:
+            return 0
         self._count(worker_stores=1)
         return len(op.block_ids) * self._copier.block_bytes
 
-    def _gather(self, op: CopyOp) -> None:
-        area = self._region.area(op.slot)
-        block_bytes = self._copier.block_bytes
-        self._copier.gather(op.block_ids, area[op.first_block * block_bytes :])
-        zero_padding(area, (op.first_block + len(op.block_ids)) * block_bytes)
+    def _gather(self, op: CopyOp) -> bool:
+        if not self._is_sane(op) or not self._region.may_fill(op.slot, op.generation):
+            return False  # not sane: a fault of ours; not waiting: cleared since it was planned
+        if self._is_writer:
+            area = self._region.area(op.slot)
+            block_bytes = self._copier.block_bytes
+            self._copier.gather(op.block_ids, area[op.first_block * block_bytes :])
+            zero_padding(area, (op.first_block + len(op.block_ids)) * block_bytes)
+        return self._region.may_fill(op.slot, op.generation)
 
     def _is_sane(self, op: CopyOp) -> bool:
         """Block 0 is vLLM's null block: it stands for KV that isn't there. Generation 0 is a slot never used."""
@@ -236,14 +247,20 @@ class WorkerHalf:
     def _fail_load(self, op: CopyOp) -> int:
         self._failed_blocks.update(op.block_ids)
         self._failed_copies.append((op.slot, op.generation))
+        self.distrust(self._loaded_seq)
         self._count(worker_load_failures=1)
         return 0
 
-    def _fail_store(self, op: CopyOp, *, answer: bool) -> int:
-        """`answer`: write a completion word that says "failed"; only for a slot that still waits for this store."""
-        if answer:
-            self._region.complete(op.slot, op.generation, ok=False)
-        self._failed_copies.append((op.slot, op.generation))
+    def _fail_store(self, op: CopyOp) -> int:
+        """Write a completion word that says "failed", so that the slot comes back.
+
+        Only where the slot still has this generation: then the scheduler half keeps it
+        for this store, even if it has cleared it meanwhile.
+        """
+        if 0 <= op.slot < self._region.num_slots and op.generation > 0:
+            if self._region.may_read(op.slot, op.generation):
+                self._region.complete(op.slot, op.generation, ok=False)
+            self._failed_copies.append((op.slot, op.generation))
         self._count(worker_store_failures=1)
         return 0
 
@@ -258,13 +275,12 @@ def _all_loads(plan: StepPlan) -> Iterable[CopyOp]:
         yield from ops
 
 
-def _succeeds(copy: Callable[[], None], what: str, op: CopyOp) -> bool:
-    """Whether the copy went through; if not it is logged, the caller reports it."""
+def _succeeds(copy: Callable[[], bool], what: str, op: CopyOp) -> bool:
+    """Whether the copy went through; if it raised that is logged. The caller reports it."""
     try:
-        copy()
+        return copy()
     except Exception:
         if os.environ.get("KVSNAP_STRICT") == "1":
             raise
         log.exception("kvsnap: %s of slot %d, generation %d failed", what, op.slot, op.generation)
         return False
-    return True
