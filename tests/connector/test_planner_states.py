@@ -99,6 +99,12 @@ class EngineLife(RuleBasedStateMachine):
     def flush(self) -> None:
         self.engine.cache.flush(0.2)
 
+    @rule(of=st.sampled_from([0, 0, 2, 5]))
+    def let_loads_fail(self, of: int) -> None:
+        """From here on one load in `of` fails; 0: none."""
+        rng = random.Random(of)
+        self.engine.fails_load = lambda rank, block_ids: of > 0 and rng.randrange(of) == 0
+
     @rule()
     def forget_own_cache(self) -> None:
         """The engine's own prefix cache is emptied: what it needs next comes from kvsnap."""

@@ -1,16 +1,18 @@
 """A toy engine that drives the real planner, cache and DRAM file the way vLLM does.
 
 It has device blocks, a prefix cache of its own, chunked prefill, preemption and aborts,
-and real ranks that copy through `DramRegion`. The KV of a block is a pure function of
-all tokens up to its end (and the salt), so a wrong byte anywhere is seen at once: after
-every step, every block of every running request is compared with what it must hold.
+recomputation of blocks that a worker reports as not loaded, and the real worker half of
+every rank. The KV of a block is a pure function of all tokens up to its end (and the
+salt), and what is computed on top of a wrong block is wrong too, as in a model. So a
+wrong byte anywhere is seen at once: after every step, every block of every running
+request is compared with what it must hold.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +22,10 @@ from kvsnap.cache import CacheOptions, TieredCache
 from kvsnap.namespace import Namespace
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.tiers.dram import DramRegion, DramTier
-from kvsnap_connector.metadata import CopyOp, StepPlan, WorkerReport
+from kvsnap_connector.copier import Bytes, CpuCopier, PageViews
+from kvsnap_connector.metadata import StepPlan
 from kvsnap_connector.planner import Planner
+from kvsnap_connector.worker import WorkerHalf
 
 
 @dataclass
@@ -94,15 +98,13 @@ class ToyEngine:
         self.disk = None if disk_cap is None else DiskTier(cache_dir, namespace, cap_bytes=disk_cap)
         self.cache = TieredCache(namespace, dram, self.disk, options)
         self.planner = Planner(self.cache, load_policy=load_policy, lookup_seconds=30.0)
-        self.regions = [
-            DramRegion.attach(dram.path, dram.nonce.hex(), rank=rank, slice_index=namespace.layout.slice_of_rank(rank))
-            for rank in range(self.ranks)
-        ]
         self.block_bytes = [geometry.slice_bytes(i, 1) for i in range(geometry.num_slices)]
         self.device = [
             np.zeros((num_blocks, self.block_bytes[namespace.layout.slice_of_rank(r)]), dtype=np.uint8)
             for r in range(self.ranks)
         ]
+        self.fails_load: Callable[[int, Sequence[int]], bool] = lambda rank, block_ids: False
+        self.workers = [self._worker(rank, dram) for rank in range(self.ranks)]
         self.free = list(range(num_blocks - 1, 0, -1))  # block 0 is the null block
         self.hashed: dict[bytes, int] = {}
         self.waiting: list[ToyRequest] = []
@@ -112,6 +114,17 @@ class ToyEngine:
         self.version = 0  # of the weights: what is computed after a reset differs
         if threads:
             self.cache.start()
+
+    def _worker(self, rank: int, dram: DramTier) -> WorkerHalf:
+        layout = self.namespace.layout
+        part = layout.slice_of_rank(rank)
+        return WorkerHalf(
+            rank,
+            _FailingCopier(self, rank),
+            DramRegion.attach(dram.path, dram.nonce.hex(), rank=rank, slice_index=part),
+            blocks_per_chunk=self.namespace.geometry.blocks_per_chunk,
+            is_writer=layout.slices[part].ranks[0] == rank,
+        )
 
     # -- what a client does ----------------------------------------------------------
 
@@ -164,9 +177,9 @@ class ToyEngine:
 
     def kill(self) -> None:
         """End without telling anybody: only what is durable stays."""
-        for region in self.regions:
-            region.close()
-        self.regions = []
+        for worker in self.workers:
+            worker.close()
+        self.workers = []
         self.cache.close()
 
     def step_makes_progress(self) -> bool:
@@ -202,22 +215,42 @@ class ToyEngine:
         plan = self.planner.plan_step(
             [(req.request_id, computed, count, req.table) for req, computed, count in scheduled]
         )
-        self._load(plan)
+        for worker in self.workers:
+            worker.load(plan)
         for req, computed, count in scheduled:
             self._compute(req, computed, computed + count)
-        failed = self._store(plan)
+        for worker in self.workers:
+            worker.store(plan)
         for req, computed, count in scheduled:
             req.computed = computed + count
+        bad_blocks = set().union(*(worker.take_failed_blocks() for worker in self.workers))
+        self._go_back(bad_blocks)
+        for req, _, _ in scheduled:
             self._check(req)
-            if req.computed == req.num_tokens:
-                if req.num_tokens - req.num_prompt_tokens < req.max_tokens - 1:
-                    req.token_ids.append((req.num_tokens * 7919) % 50000)
-                else:
-                    self.running.remove(req)
-                    self._free(req)
-                    self.planner.finished(req.request_id)
-        self.planner.step_done([WorkerReport(rank=rank, failed=ops) for rank, ops in failed.items()])
+            self._sample(req)
+        reports = [report for worker in self.workers if (report := worker.take_report()) is not None]
+        self.planner.step_done(reports, are_blocks_lost=bool(bad_blocks))
         return plan
+
+    def _sample(self, req: ToyRequest) -> None:
+        if req.computed < req.num_tokens:
+            return
+        if req.num_tokens - req.num_prompt_tokens < req.max_tokens - 1:
+            req.token_ids.append((req.num_tokens * 7919) % 50000)
+        else:
+            self.running.remove(req)
+            self._free(req)
+            self.planner.finished(req.request_id)
+
+    def _go_back(self, bad_blocks: set[int]) -> None:
+        """Policy "recompute": every request goes back to its first block that was not loaded."""
+        self.hashed = {key: block for key, block in self.hashed.items() if block not in bad_blocks}
+        for req in self.running:
+            first = next((i for i, block in enumerate(req.blocks) if block in bad_blocks), None)
+            if first is not None:
+                req.computed = min(req.computed, first * self.size)
+                for i in range(first, len(req.blocks)):
+                    self.hashed = {key: block for key, block in self.hashed.items() if block != req.blocks[i]}
 
     def _admit(self, req: ToyRequest, budget: int) -> int:
         local = self._local_hit(req)
@@ -262,6 +295,8 @@ class ToyEngine:
             block = self.free.pop()
             for key in [key for key, held in self.hashed.items() if held == block]:
                 del self.hashed[key]
+            for device in self.device:
+                device[block] = 0xAA  # what nobody fills is wrong
             req.blocks.append(block)
         return True
 
@@ -282,7 +317,7 @@ class ToyEngine:
         tokens = np.array(req.token_ids[: (i + 1) * self.size], dtype=np.uint32).tobytes()
         return hashlib.sha256(repr(req.salt).encode() + tokens).digest()
 
-    def kv(self, req: ToyRequest, i: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def kv(self, req: ToyRequest, i: int, rank: int) -> Bytes:
         """What block i of the request must hold on a rank."""
         part = self.namespace.layout.slice_of_rank(rank)
         seed = hashlib.sha256(self._content_key(req, i) + bytes([part, self.version])).digest()
@@ -291,7 +326,8 @@ class ToyEngine:
     def _compute(self, req: ToyRequest, start: int, end: int) -> None:
         for i in range(start // self.size, end // self.size):
             for rank, device in enumerate(self.device):
-                device[req.blocks[i]] = self.kv(req, i, rank)
+                is_right = all((device[req.blocks[j]] == self.kv(req, j, rank)).all() for j in range(i))
+                device[req.blocks[i]] = self.kv(req, i, rank) if is_right else 0xBB
             self._publish(req, i)
 
     def _check(self, req: ToyRequest) -> None:
@@ -301,33 +337,15 @@ class ToyEngine:
                     f"block {i} of {req.request_id} is wrong on rank {rank}"
                 )
 
-    def _area(self, op: CopyOp, rank: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        part = self.namespace.layout.slice_of_rank(rank)
-        size = self.block_bytes[part]
-        start = op.first_block * size
-        return self.regions[rank].area(op.slot)[start : start + size * len(op.block_ids)]
 
-    def _load(self, plan: StepPlan) -> None:
-        for rank, region in enumerate(self.regions):
-            for op in plan.loads:
-                assert region.may_read(op.slot, op.generation), "a promised slot changed"
-                part = self.namespace.layout.slice_of_rank(rank)
-                data = self._area(op, rank).reshape(len(op.block_ids), self.block_bytes[part])
-                self.device[rank][op.block_ids] = data
-            region.finish_loads(plan.seq)
+class _FailingCopier(CpuCopier):
+    """A rank's copier whose loads fail when the test says so."""
 
-    def _store(self, plan: StepPlan) -> dict[int, list[tuple[int, int]]]:
-        failed: dict[int, list[tuple[int, int]]] = {}
-        for rank, region in enumerate(self.regions):
-            part = self.namespace.layout.slice_of_rank(rank)
-            is_writer = self.namespace.layout.slices[part].ranks[0] == rank
-            for op in plan.stores:
-                ok = region.may_fill(op.slot, op.generation)
-                if ok and is_writer:
-                    self._area(op, rank)[:] = self.device[rank][op.block_ids].reshape(-1)
-                    used = self.block_bytes[part] * len(op.block_ids)
-                    region.area(op.slot)[used : -(-used // 4096) * 4096] = 0
-                region.complete(op.slot, op.generation, ok=ok)
-                if not ok:
-                    failed.setdefault(rank, []).append((op.slot, op.generation))
-        return failed
+    def __init__(self, engine: ToyEngine, rank: int) -> None:
+        super().__init__(PageViews(layers=(engine.device[rank],)))
+        self._engine, self._rank = engine, rank
+
+    def scatter(self, area: Bytes, block_ids: Sequence[int]) -> None:
+        if self._engine.fails_load(self._rank, block_ids):
+            raise RuntimeError("the copy engine failed")
+        super().scatter(area, block_ids)
