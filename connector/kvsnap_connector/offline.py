@@ -78,7 +78,6 @@ async def _serve(flags: list[str], replies: Replies) -> None:
 
 def _parse(flags: list[str]) -> Any:
     """vLLM's own reading of the server's flags."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -90,13 +89,12 @@ def _parse(flags: list[str]) -> Any:
         validate_parsed_serve_args(args)
     except SystemExit as error:
         raise RefusedError(f"vLLM doesn't take these flags: {' '.join(flags)}; see its words above") from error
-    transfer = AsyncEngineArgs.from_cli_args(args).kv_transfer_config
+    transfer = args.kv_transfer_config
     if transfer is None or transfer.kv_connector != NAME:
         raise RefusedError(f"--kv-transfer-config names no {NAME}, so nothing would be stored")
-    if transfer.kv_role == "kv_consumer":
-        raise RefusedError(
-            "--kv-transfer-config has kv_role kv_consumer, which never stores; use kv_both or kv_producer"
-        )
+    # it has to store, and to load for the proofs, whatever the server's part is; none of this is part of the identity
+    transfer.kv_role = "kv_both"
+    transfer.kv_connector_extra_config |= {"load_policy": "always", "lookup_seconds": 60}
     args.enable_prompt_tokens_details = True
     args.api_key = None
     args.api_server_count = 1

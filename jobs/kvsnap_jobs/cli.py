@@ -25,6 +25,7 @@ from kvsnap_jobs.options import EXIT_FAILED, EXIT_PROBLEMS
 from kvsnap_jobs.show_cmd import show
 from kvsnap_jobs.status_cmd import status
 from kvsnap_jobs.verify_cmd import verify
+from kvsnap_jobs.warmup_cmd import warmup
 
 
 class Group(click.Group):
@@ -64,5 +65,5 @@ def main(verbose: bool) -> None:
     logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
 
 
-for _command in (clear, export, flush, import_, list_, show, status, verify):
+for _command in (clear, export, flush, import_, list_, show, status, verify, warmup):
     main.add_command(_command)
