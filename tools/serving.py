@@ -37,15 +37,21 @@ def connector_config(extra: Mapping[str, Any], *, role: str = "kv_both", module_
     return config
 
 
-def engine_environment(runtime_dir: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of an engine's processes: offline, quiet, kvsnap from this tree, its own runtime directory."""
+def tree_environment(runtime_dir: Path | None = None) -> dict[str, str]:
+    """This process's environment, with kvsnap from this tree and, if given, a runtime directory."""
     paths = [str(REPOSITORY / part) for part in ("", "connector", "jobs")]
     inherited = os.environ.get("PYTHONPATH")
-    runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths + ([inherited] if inherited else []))}
+    if runtime_dir is not None:
+        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        environment["KVSNAP_RUNTIME_DIR"] = str(runtime_dir)
+    return environment
+
+
+def engine_environment(runtime_dir: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of an engine's processes: offline, quiet, kvsnap from this tree, its own runtime directory."""
     return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths + ([inherited] if inherited else [])),
-        "KVSNAP_RUNTIME_DIR": str(runtime_dir),
+        **tree_environment(runtime_dir),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
@@ -251,10 +257,7 @@ def dram_files(dram_dir: Path = SHM) -> list[Path]:
 def kvsnap(*arguments: str | Path, runtime_dir: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command line tool from this tree; never raises for its exit status."""
     command = [sys.executable, "-c", "from kvsnap_jobs.cli import main; main()", *map(str, arguments)]
-    paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "connector", "jobs"))
-    environment = {**os.environ, "PYTHONPATH": paths}
-    if runtime_dir is not None:
-        environment["KVSNAP_RUNTIME_DIR"] = str(runtime_dir)
+    environment = tree_environment(runtime_dir)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
