@@ -13,6 +13,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from kvsnap.errors import CorruptChunkError, StorageError
@@ -147,11 +148,42 @@ def write_stream(fd: int, parts: Iterable[Sequence[memoryview]], offset: int = 0
 
 
 def write_pieces(fd: int, pieces: Iterable[bytes | memoryview], offset: int = 0) -> int:
-    """Write bytes of any lengths and alignment, through an aligned buffer; returns the offset after them.
+    """Write bytes of any lengths and alignment; returns the offset after them. Raises OSError.
 
-    Under O_DIRECT their total must be a multiple of 4096. Raises OSError.
+    Under O_DIRECT their total must be a multiple of 4096. Aligned pieces are written from where they are, others go
+    through an aligned buffer.
     """
-    return _write_bounced(fd, pieces, offset, aligned_buffer(BATCH_BYTES))
+    rest = iter(pieces)
+    for piece in rest:
+        view = memoryview(piece)
+        if len(view) % ALIGN == 0:
+            try:
+                offset = _write_exactly(fd, view, offset)
+                continue
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return _write_bounced(fd, chain([view], rest), offset, aligned_buffer(BATCH_BYTES))
+    return offset
+
+
+def is_cached(fd: int, nbytes: int) -> bool:
+    """Whether an open file of `nbytes` bytes seems to lie in the page cache, judged by three of its pages.
+
+    What does is read faster from there than past it. Costs no I/O worth naming.
+    """
+    nowait = getattr(os, "RWF_NOWAIT", 0)
+    page = bytearray(ALIGN)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead around the probes
+        try:
+            return bool(nowait) and all(
+                os.preadv(fd, [page], nbytes * i // 3 // ALIGN * ALIGN, nowait) > 0 for i in range(3)
+            )
+        finally:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    except OSError:
+        return False
 
 
 def supports_direct(directory: Path) -> bool:

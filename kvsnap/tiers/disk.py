@@ -7,7 +7,6 @@ linked into place; they never change and go as a whole. All methods are thread-s
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 from collections import Counter
@@ -24,8 +23,9 @@ from kvsnap.canonical import canonical_json
 from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, StorageError
 from kvsnap.keys import ChunkKey
 from kvsnap.namespace import Namespace
-from kvsnap.shard import FIRST_READ, ChunkEntry, ShardHeader, checksum, encode_header, read_header, write_shard
+from kvsnap.shard import FIRST_READ, Chunk, ChunkEntry, ShardHeader, checksum, encode_header, read_header, write_shard
 from kvsnap.tiers import engines, paths, quota, usage, writers
+from kvsnap.tiers.incoming import Pieces, part_of_shard, whole_shard
 from kvsnap.tiers.publish import Fill, copying, in_file_order, publish
 from kvsnap.tiers.room import Room
 from kvsnap.tiers.scan import Listing
@@ -260,11 +260,18 @@ class DiskTier:
 
         return self._publish(paths.new_shard_id(), total, fill, scope, entries)
 
-    def place(self, shard_id: str, nbytes: int, pieces: Iterable[bytes | memoryview]) -> Shard | None:
+    def place(
+        self, shard_id: str, nbytes: int, pieces: Pieces, *,
+        sha256: Callable[[], str] | None = None, may_link: Callable[[], bool] | None = None,
+    ) -> Shard | None:  # fmt: skip
         """Take in a whole shard file of `nbytes` bytes whose sha256 is `shard_id`, given piece by piece (import).
 
+        Args:
+            sha256: Gives the digest of all pieces once they have come, where the caller takes it anyway.
+            may_link: Asked once the shard is verified and durable, before anybody can see it. It may wait.
+
         Returns:
-            The shard, also if it was here already; None if there is no room.
+            The shard, also if it was here already; None if there is no room, or `may_link` says no.
 
         Raises:
             CorruptChunkError: not these bytes, or a damaged header. Nothing is left behind.
@@ -283,29 +290,34 @@ class DiskTier:
                 return self._read_shard(shard_id)
             except (CorruptChunkError, IncompatibleError):
                 self._move_to_quarantine(shard_id)
-
-        def fill(fd: int, temp: Path) -> None:
-            digest = hashlib.sha256()
-            end = direct_io.write_pieces(fd, _digested(pieces, digest, nbytes))
-            if end != nbytes or digest.hexdigest() != shard_id:
-                raise CorruptChunkError(
-                    f"shard {shard_id[:12]} is damaged: expected {nbytes} bytes with sha256 {shard_id[:12]}, "
-                    f"read {end} with {digest.hexdigest()[:12]}"
-                )
-            header.append(read_header(temp, expect=self.ns))
-
-        shard = self._publish(shard_id, nbytes, fill, "", (), retry=False)
+        fill = whole_shard(shard_id, nbytes, pieces, self.ns, sha256=sha256, found=header.append)
+        shard = self._publish(shard_id, nbytes, fill, "", (), retry=False, may_link=may_link)
         return shard and shard._replace(scope=header[0].scope, entries=header[0].chunks)
+
+    def place_part(
+        self, scope: str, chunks: Sequence[Chunk], data: Pieces, *, may_link: Callable[[], bool] | None = None
+    ) -> Shard | None:
+        """Write a new shard with `chunks`, parents before children, whose ranges come one after the other in `data`.
+
+        That checks what it yields, and raises when it isn't right. All else as `place`.
+        """
+        if self.read_only:
+            return None
+        header, entries = encode_header(self.ns, scope, chunks)
+        total = entries[-1].offset + entries[-1].nbytes
+        fill = part_of_shard(header, total, data)
+        return self._publish(paths.new_shard_id(), total, fill, scope, entries, retry=False, may_link=may_link)
 
     def _publish(
         self, shard_id: str, nbytes: int, fill: Fill, scope: str, entries: tuple[ChunkEntry, ...], *,
-        retry: bool = True, may_evict: bool = True,
+        retry: bool = True, may_evict: bool = True, may_link: Callable[[], bool] | None = None,
     ) -> Shard | None:  # fmt: skip
         path = self._path(shard_id)
         try:
             published = publish(
                 shard_id, path, nbytes, fill, room=self._room, writer=self._writer(),
                 listing=self._listing, is_direct=self.is_direct, retry=retry and may_evict, may_evict=may_evict,
+                may_link=may_link,
             )  # fmt: skip
         except StorageError as error:
             self.counts["write_errors"] += 1
@@ -487,13 +499,3 @@ def _default_cap(cache_dir: Path) -> int:
     while not cache_dir.exists():
         cache_dir = cache_dir.parent
     return quota.default_cap(cache_dir)
-
-
-def _digested(pieces: Iterable[bytes | memoryview], digest: hashlib._Hash, nbytes: int) -> Iterator[bytes | memoryview]:
-    """Pass `pieces` on and hash them, never more than `nbytes` in all."""
-    for piece in pieces:
-        nbytes -= len(piece)
-        if nbytes < 0:
-            raise CorruptChunkError(f"a shard is {-nbytes} bytes or more longer than announced")
-        digest.update(piece)
-        yield piece

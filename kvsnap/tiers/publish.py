@@ -22,15 +22,17 @@ Fill = Callable[[int, Path], None]
 def publish(
     shard_id: str, target: Path, nbytes: int, fill: Fill, *,
     room: Room, writer: WriterDir, listing: Listing, is_direct: bool, retry: bool, may_evict: bool = True,
+    may_link: Callable[[], bool] | None = None,
 ) -> bool:  # fmt: skip
     """Write a file of `nbytes` bytes and give it the name `target`, unless that is there already.
 
     Args:
         fill: Called again after an eviction if the disk gets full while it writes and `retry` allows it.
         may_evict: Whether anything may go to make room for it.
+        may_link: Asked once the file is durable, before it gets its name. It may wait.
 
     Returns:
-        False if there is no room for it within the cap.
+        False if there is no room for it within the cap, or `may_link` says no.
 
     Raises:
         StorageError: the disk is full or broken.
@@ -50,6 +52,8 @@ def publish(
                 retry = False
                 paths.remove_file(temp)
                 room.free_disk(nbytes)
+        if may_link is not None and not may_link():
+            return False
         with listing.adding(shard_id):
             link_new(temp, target)
     except OSError as error:
