@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvsnap.errors import ConfigError
-from kvsnap.storage.base import Buffer, ObjectInfo, Reader, Storage, is_valid_name, validate_name
+from kvsnap.storage.base import (
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    Reader,
+    RefusedError,
+    ShortReadError,
+    Storage,
+    Versioned,
+    is_valid_name,
+    validate_name,
+)
 from kvsnap.storage.local import LocalStorage
+from kvsnap.storage.memory import MemoryStorage
+from kvsnap.storage.probe import probe_storage
+from kvsnap.storage.retry import RetryPolicy, RetryStorage
+from kvsnap.storage.s3 import S3Storage
+from kvsnap.storage.s3_options import S3Options, parse_s3_url
 
 __all__ = [
     "Buffer",
+    "Capabilities",
     "LocalStorage",
+    "MemoryStorage",
     "ObjectInfo",
     "Reader",
+    "RefusedError",
+    "RetryPolicy",
+    "RetryStorage",
+    "S3Options",
+    "S3Storage",
+    "ShortReadError",
     "Storage",
+    "Versioned",
     "is_valid_name",
     "open_storage",
+    "probe_storage",
     "validate_name",
 ]
 
 
-def open_storage(url: str) -> Storage:
-    """The storage at `url`: a path or `file://` URL of a local directory. Touches nothing yet.
+def open_storage(url: str, options: S3Options | Mapping[str, Any] | None = None) -> Storage:
+    """The storage at `url`: a path or `file://` URL of a local directory, or `s3://bucket/prefix`. Touches nothing yet.
+
+    `options` (of S3; the URL's query may hold some too) win over the environment.
 
     Raises:
-        ConfigError: the URL is of a kind that this version can't open.
+        ConfigError: the URL or an option makes no sense.
     """
     if "://" not in url:
         if not url:
-            raise ConfigError("the repository's URL is empty; give a path or a file:// URL")
+            raise ConfigError("the repository's URL is empty; give a path, a file:// or an s3:// URL")
         return LocalStorage(Path(url).expanduser())
     parts = urlsplit(url)
     if parts.scheme == "file":
@@ -37,5 +67,6 @@ def open_storage(url: str) -> Storage:
             raise ConfigError(f"URL {url} names host {parts.netloc!r}; write file:///absolute/path")
         return LocalStorage(Path(unquote(parts.path)))
     if parts.scheme == "s3":
-        raise ConfigError(f"URL {url}: S3 repositories are not supported yet; use a local directory")
-    raise ConfigError(f"URL {url} has scheme {parts.scheme!r}, expected a path or file://")
+        location, settings = parse_s3_url(url, options)
+        return RetryStorage(S3Storage(location, settings), settings.retry)
+    raise ConfigError(f"URL {url} has scheme {parts.scheme!r}, expected a path, file:// or s3://")

@@ -91,6 +91,9 @@ class Capabilities:
         return cls(**{field.name: found.get(field.name) is True for field in fields(cls)})
 
 
+ALL_CAPABILITIES = Capabilities(conditional_create=True, conditional_replace=True, ranges=True, checksums=True)
+
+
 class Reader(Protocol):
     """An object open for one sequential read."""
 

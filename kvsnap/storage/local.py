@@ -139,10 +139,14 @@ class LocalStorage(Storage):
 
     def is_empty(self) -> bool:
         with _translate(self.url):
-            try:
-                return all(name.startswith(TEMP_PREFIX) or name == LOCK_NAME for name in os.listdir(self.root))
-            except FileNotFoundError:
-                return True
+            for directory, _, files in os.walk(self.root):
+                if directory != str(self.root):
+                    is_foreign = bool(files)
+                else:
+                    is_foreign = any(not name.startswith(TEMP_PREFIX) and name != LOCK_NAME for name in files)
+                if is_foreign:
+                    return False
+            return True
 
     def sweep(self, *, dry_run: bool = False) -> int:
         """Remove temporary files that are old and whose writer is gone (it holds a lock while it lives)."""

@@ -1,0 +1,378 @@
+"""Objects in an S3 bucket, on AWS or on a store that speaks its protocol.
+
+Plain calls of a boto3 client, no transfer manager: a write is one PUT with its SHA-256 (in
+parts beyond 5 GiB), a read one GET. `If-None-Match` and `If-Match` make creation and
+compare-and-swap one step. Listings show only finished objects, so an interrupted write is
+nothing, but for the parts of a multipart upload, which `sweep` aborts after a day.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from email.utils import parsedate_to_datetime
+from functools import partial
+from typing import Any
+
+from kvsnap.errors import CorruptChunkError, NotFoundError, StorageError
+from kvsnap.storage.base import (
+    ALL_CAPABILITIES,
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    Reader,
+    RefusedError,
+    Storage,
+    Versioned,
+    is_valid_name,
+    validate_name,
+)
+from kvsnap.storage.retry import holds
+from kvsnap.storage.s3_body import BodyReader, EmptyReader, PieceBody, regroup
+from kvsnap.storage.s3_errors import code_of, is_conflict, is_no_key, no_bucket, status_of, translate, was_retried
+from kvsnap.storage.s3_options import GIB, S3Location, S3Options, make_client
+
+UPLOAD_MAX_AGE_S = 86400.0
+"""A multipart upload that began longer ago is taken for dead."""
+MAX_PARTS = 10_000
+MAX_COPY_BYTES = 5 * GIB
+
+
+class S3Storage(Storage):
+    """A `Storage` in the bucket at `location`. Connects at the first request; the bucket must exist."""
+
+    needs_name_first = True
+
+    def __init__(self, location: S3Location, options: S3Options | None = None) -> None:
+        self.location = location
+        self.options = options or S3Options()
+        self.url = location.url
+        self._bucket = location.bucket
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._capabilities = ALL_CAPABILITIES
+        self._bucket_seen = False
+
+    def put_if_absent(self, name: str, data: Buffer) -> bool:
+        body = bytes(data)
+        if not self._capabilities.conditional_create and self._exists(name):
+            return False
+        return self._create(name, lambda: self._put(name, body, _sha256(body), self._if_absent()), body)
+
+    def put_stream(self, pieces: Callable[[], Iterable[Buffer]], name: Callable[[], str]) -> bool:
+        digest, nbytes = hashlib.sha256(), 0
+        for piece in pieces():
+            digest.update(piece)
+            nbytes += len(memoryview(piece).cast("B"))
+        return self.put_known(name(), pieces, nbytes=nbytes, sha256=digest.hexdigest())
+
+    def put_known(self, name: str, pieces: Callable[[], Iterable[Buffer]], *, nbytes: int, sha256: str) -> bool:
+        if self._exists(name):
+            return False
+        if nbytes > self.options.single_put_bytes:
+            return self._create(name, lambda: self._put_parts(name, pieces, nbytes), None)
+        checksum = base64.b64encode(bytes.fromhex(sha256)).decode()
+        body = PieceBody(pieces, nbytes)
+        try:
+            return self._create(name, lambda: self._put(name, body, checksum, self._if_absent()), None)
+        except Exception:
+            if body.error is not None:  # the producer's, not the store's
+                raise body.error from None
+            raise
+        finally:
+            body.close()
+
+    def put(self, name: str, data: Buffer) -> None:
+        body = bytes(data)
+        with self._edge(name):
+            self._put(name, body, _sha256(body), {})
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        return self.get_versioned(name, max_bytes=max_bytes).data
+
+    def get_versioned(self, name: str, *, max_bytes: int) -> Versioned:
+        reader, answer = self._get(name, {})
+        with closing(reader):
+            if reader.left > max_bytes:
+                raise CorruptChunkError(f"{self._what(name)} has {reader.left} bytes, at most {max_bytes} are expected")
+            buffer = bytearray(reader.left)
+            reader.readinto(memoryview(buffer))
+        return Versioned(bytes(buffer), str(answer["ETag"]))
+
+    def put_if_match(self, name: str, data: Buffer, version: str | None) -> bool:
+        if version is None:
+            return self.put_if_absent(name, data)
+        body = bytes(data)
+        condition = {"IfMatch": version}
+        if not self._capabilities.conditional_replace:
+            condition = {}
+            try:
+                with self._edge(name):
+                    found = self._s3().head_object(Bucket=self._bucket, Key=self._key(name))
+            except NotFoundError:
+                return False
+            if found["ETag"] != version:
+                return False
+        return self._create(name, lambda: self._put(name, body, _sha256(body), condition), body)
+
+    def read_into(self, name: str, buffer: memoryview, offset: int) -> int:
+        if not len(buffer):
+            self.head(name)
+            return 0
+        with self.open_read(name, offset=offset, nbytes=len(buffer)) as reader:
+            return reader.readinto(buffer)
+
+    @contextmanager
+    def open_read(self, name: str, *, offset: int = 0, nbytes: int | None = None) -> Iterator[Reader]:
+        condition = {}
+        if offset or nbytes is not None:
+            condition["Range"] = f"bytes={offset}-" + ("" if nbytes is None else str(offset + max(nbytes, 1) - 1))
+        try:
+            reader, answer = self._get(name, condition)
+        except _BeyondTheEndError:
+            yield EmptyReader()
+            return
+        with closing(reader):
+            if condition and answer["ResponseMetadata"]["HTTPStatusCode"] != 206:
+                if self._capabilities.ranges:
+                    raise RefusedError(f"{self._what(name)}: {self._endpoint()} ignores ranges and sent all of it")
+                reader.skip(offset)
+            if nbytes is not None:
+                reader.limit(nbytes)
+            yield reader
+
+    def head(self, name: str) -> ObjectInfo:
+        try:
+            with self._edge(name):
+                found = self._s3().head_object(Bucket=self._bucket, Key=self._key(name))
+        except NotFoundError:
+            self._check_bucket()
+            raise
+        self._bucket_seen = True
+        return ObjectInfo(name=name, nbytes=int(found["ContentLength"]), modified=found["LastModified"].timestamp())
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Sorted here: not every store keeps to S3's order, and prune and retries rely on it."""
+        if prefix:
+            validate_name(prefix.removesuffix("/"))
+        start = self.location.prefix
+        found = []
+        for page in self._pages("list_objects_v2", prefix):
+            for entry in page.get("Contents", ()):
+                name = str(entry["Key"]).removeprefix(start)
+                if is_valid_name(name) and str(entry["Key"]) == start + name:
+                    modified = entry["LastModified"].timestamp()
+                    found.append(ObjectInfo(name=name, nbytes=int(entry["Size"]), modified=modified))
+        yield from sorted(found, key=lambda info: info.name)
+
+    def delete(self, name: str) -> bool:
+        if not self._exists(name):
+            return False
+        with self._edge(name):
+            self._s3().delete_object(Bucket=self._bucket, Key=self._key(name))
+        return True
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def use(self, capabilities: Capabilities) -> None:
+        self._capabilities = capabilities
+
+    def now(self) -> float:
+        """The `Date` of an answer; to the second, as `modified` is."""
+        with self._edge(""):
+            answer = self._s3().list_objects_v2(Bucket=self._bucket, Prefix=self.location.prefix, MaxKeys=1)
+        text = answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
+        try:
+            return parsedate_to_datetime(text).timestamp()
+        except ValueError:
+            raise StorageError(f"{self.url}: {self._endpoint()} gives no date with its answers") from None
+
+    def refuses_wrong_checksum(self, name: str) -> bool:
+        with self._edge(name):
+            try:
+                self._put(name, b"x", base64.b64encode(bytes(32)).decode(), {})
+            except Exception as error:
+                if 400 <= status_of(error) < 500 and status_of(error) != 403:
+                    return True
+                raise
+        return False
+
+    def copy_from(self, source: Storage, name: str) -> bool | None:
+        if not isinstance(source, S3Storage) or source._endpoint() != self._endpoint():
+            return None
+        if source.head(name).nbytes > MAX_COPY_BYTES:
+            return None
+        if self._exists(name):
+            return False
+        origin = {"Bucket": source.location.bucket, "Key": source._key(name)}
+        arguments = {"ChecksumAlgorithm": "SHA256"} | self.options.encryption()
+        try:
+            with self._edge(name):
+                self._s3().copy_object(Bucket=self._bucket, Key=self._key(name), CopySource=origin, **arguments)
+        except RefusedError:  # who may write here need not be allowed to read there
+            return None
+        return True
+
+    def is_empty(self) -> bool:
+        with self._edge(""):
+            answer = self._s3().list_objects_v2(Bucket=self._bucket, Prefix=self.location.prefix, MaxKeys=1)
+        return not answer.get("Contents")
+
+    def sweep(self, *, dry_run: bool = False) -> int:
+        """Abort multipart uploads that began more than a day ago, by the store's clock."""
+        swept = 0
+        oldest: float | None = None
+        for page in self._pages("list_multipart_uploads", ""):
+            for upload in page.get("Uploads", ()):
+                if oldest is None:
+                    oldest = self.now() - UPLOAD_MAX_AGE_S
+                if upload["Initiated"].timestamp() < oldest:
+                    swept += 1
+                    if not dry_run:
+                        self._abort(str(upload["Key"]), str(upload["UploadId"]))
+        return swept
+
+    def close(self) -> None:
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _s3(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                self._client = make_client(self.options)
+            return self._client
+
+    def _endpoint(self) -> str:
+        return str(self._s3().meta.endpoint_url)
+
+    def _key(self, name: str) -> str:
+        return self.location.prefix + validate_name(name)
+
+    def _what(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def _if_absent(self) -> dict[str, str]:
+        return {"IfNoneMatch": "*"} if self._capabilities.conditional_create else {}
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self.head(name)
+        except NotFoundError:
+            return False
+        return True
+
+    def _check_bucket(self) -> None:
+        """A HEAD can't tell a missing object from a missing bucket."""
+        if not self._bucket_seen:
+            try:
+                with self._edge(""):
+                    self._s3().head_bucket(Bucket=self._bucket)
+            except NotFoundError:
+                raise no_bucket(self.url, self._bucket, self._endpoint()) from None
+            self._bucket_seen = True
+
+    @contextmanager
+    def _edge(self, name: str) -> Iterator[None]:
+        """Turn what the SDK raises into kvsnap's errors; only conflicts and `_BeyondTheEndError` pass."""
+        from botocore.exceptions import BotoCoreError, ClientError
+        from urllib3.exceptions import HTTPError
+
+        try:
+            yield
+        except ClientError as error:
+            if status_of(error) == 416:
+                raise _BeyondTheEndError from None
+            raise translate(error, self._what(name), self._bucket, self._endpoint()) from error
+        except (BotoCoreError, HTTPError, OSError) as error:
+            raise translate(error, self._what(name), self._bucket, self._endpoint()) from error
+
+    def _get(self, name: str, condition: Mapping[str, str]) -> tuple[BodyReader, Mapping[str, Any]]:
+        """An answer and its body, to be closed by the caller."""
+        with self._edge(name):
+            answer = self._s3().get_object(Bucket=self._bucket, Key=self._key(name), **condition)
+        self._bucket_seen = True
+        nbytes = int(answer["ContentLength"])
+        return BodyReader(answer["Body"], nbytes, self._what(name), lambda: self._edge(name)), answer
+
+    def _create(self, name: str, write: Callable[[], None], data: bytes | None) -> bool:
+        """Do a conditional write; False if the condition did not hold, unless an own, earlier try is why."""
+        with self._edge(name):
+            try:
+                write()
+            except Exception as error:
+                if not is_conflict(error) and not is_no_key(error):
+                    raise
+                return was_retried(error) and (data is None or holds(self, name, data))
+        return True
+
+    def _put(self, name: str, body: bytes | PieceBody, checksum: str, condition: Mapping[str, str]) -> None:
+        self._s3().put_object(
+            Bucket=self._bucket,
+            Key=self._key(name),
+            Body=body,
+            ContentLength=len(body),
+            ChecksumAlgorithm="SHA256",
+            ChecksumSHA256=checksum,
+            **condition,
+            **self.options.encryption(),
+        )
+
+    def _put_parts(self, name: str, pieces: Callable[[], Iterable[Buffer]], nbytes: int) -> None:
+        """In parts, each held in memory while it is sent."""
+        where = {"Bucket": self._bucket, "Key": self._key(name)}
+        client = self._s3()
+        upload = client.create_multipart_upload(**where, ChecksumAlgorithm="SHA256", **self.options.encryption())
+        where["UploadId"] = upload["UploadId"]
+        try:
+            parts = []
+            part_bytes = max(self.options.part_bytes, -(-nbytes // MAX_PARTS))
+            for number, part in enumerate(regroup(pieces(), nbytes, part_bytes), 1):
+                checksum = _sha256(part)
+                body = PieceBody(partial(_single, part), len(part))
+                sent = client.upload_part(
+                    **where, PartNumber=number, Body=body, ContentLength=len(part), ChecksumSHA256=checksum
+                )
+                parts.append({"PartNumber": number, "ETag": sent["ETag"], "ChecksumSHA256": checksum})
+            try:
+                client.complete_multipart_upload(**where, MultipartUpload={"Parts": parts}, **self._if_absent())
+            except Exception as error:
+                # the SDK's second try finds no upload where the first one's answer got lost
+                if not (code_of(error) == "NoSuchUpload" and was_retried(error) and self.head(name).nbytes == nbytes):
+                    raise
+        except BaseException:
+            self._abort(where["Key"], where["UploadId"])
+            raise
+
+    def _abort(self, key: str, upload_id: str) -> None:
+        with suppress(StorageError, NotFoundError), self._edge(""):
+            self._s3().abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload_id)
+
+    def _pages(self, operation: str, prefix: str) -> Iterator[Mapping[str, Any]]:
+        with self._edge(prefix):
+            pages = iter(
+                self._s3().get_paginator(operation).paginate(Bucket=self._bucket, Prefix=self.location.prefix + prefix)
+            )
+        while True:
+            with self._edge(prefix):
+                page = next(pages, None)
+            if page is None:
+                return
+            yield page
+
+
+class _BeyondTheEndError(Exception):
+    """A range begins at or after the object's end (416)."""
+
+
+def _single(part: Buffer) -> list[Buffer]:
+    return [part]
+
+
+def _sha256(data: Buffer) -> str:
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
