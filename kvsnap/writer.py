@@ -267,7 +267,6 @@ class Writer:
         cache = self._cache
         assert cache.disk is not None
         self._let_reads_pass()
-        self.eviction.trim(self._waiting_bytes())
         with cache.lock:
             batch = self._choose()
             places = [(chunk, chunk.slot, chunk.generation, chunk.dram_xxh3) for chunk in batch]
@@ -276,7 +275,8 @@ class Writer:
                 cache.residency.begin_op(slot)
             self._writing = bool(batch)
         try:
-            if batch:
+            if batch:  # room is made with the batch's ancestors pinned: else it would take its own chain's place
+                self.eviction.trim(sum(cache.geometry.chunk_bytes(chunk.tokens) for chunk in batch))
                 self._write(places)
         except KvsnapError as error:
             self._pause(str(error))
@@ -316,9 +316,8 @@ class Writer:
         clears = cache.disk_clears
         shard = cache.disk.write(places[0][0].scope, rows)
         if shard is None:
-            with cache.lock:
-                for chunk, _, _, _ in places:  # others may find room; these are wanted again by a hit or a flush
-                    self._wanted.pop(chunk.key, None)
+            with cache.lock:  # others may find room; these are wanted again by a hit or a flush
+                self._give_up({chunk for chunk, _, _, _ in places})
             cache.counts["writes_without_room"] += 1
             self._pause("the disk tier has no room, even after eviction")
             return
@@ -334,6 +333,12 @@ class Writer:
             cache.counts["written_bytes"] += sum(cache.geometry.chunk_bytes(c.tokens) for c, _, _, _ in places)
         if is_void:
             cache.disk.drop(shard.id)
+
+    def _give_up(self, refused: set[Chunk]) -> None:
+        """These are not wanted any more, nor is what hangs on them."""
+        for wanted in list(self._wanted.values()):
+            if wanted in refused or any(above in refused for above in wanted.ancestors()):
+                del self._wanted[wanted.key]
 
     def _choose(self) -> list[Chunk]:
         """Wanted chunks of one scope with their unwritten ancestors, parents first, up to a shard's size."""
