@@ -44,6 +44,7 @@ __all__ = [
     "Versioned",
     "is_valid_name",
     "open_storage",
+    "parse_s3_url",
     "probe_storage",
     "validate_name",
 ]

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvsnap.atomic import fsync_dir, link_new
-from kvsnap.direct_io import O_DIRECT
+from kvsnap.direct_io import O_DIRECT, is_cached
 from kvsnap.errors import NotFoundError, StorageError
 from kvsnap.storage.base import (
     Buffer,
@@ -40,6 +40,8 @@ LOCK_TIMEOUT_S = 30.0
 TEMP_PREFIX = ".kvsnap-tmp-"
 TEMP_MIN_AGE_S = 3600.0
 """A temporary file this young is never swept, even when nobody seems to hold it."""
+DIRECT_MIN_BYTES = 1 << 20
+"""What is at least this large goes past the page cache, where that works and it doesn't lie there already."""
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -60,7 +62,9 @@ class LocalStorage(Storage):
         with _translate(self.url):
             self.root.mkdir(parents=True, exist_ok=True)
             with self._temp() as (fd, temp):
-                for piece in pieces():
+                for i, piece in enumerate(pieces()):
+                    if i == 0 and len(piece) >= DIRECT_MIN_BYTES:
+                        set_direct(fd, True)
                     _write_all(fd, piece)
                 final = self._place(name())
                 if final.exists():
@@ -102,6 +106,9 @@ class LocalStorage(Storage):
     @contextmanager
     def open_read(self, name: str, *, offset: int = 0, nbytes: int | None = None) -> Iterator[Reader]:
         with self._open(name) as fd:
+            size = os.fstat(fd).st_size
+            if size >= DIRECT_MIN_BYTES and not is_cached(fd, size):
+                set_direct(fd, True)
             yield _FileReader(fd, name, offset, nbytes)
 
     def head(self, name: str) -> ObjectInfo:
@@ -274,7 +281,7 @@ class _FileReader:
         if self._left is not None:
             buffer = buffer[: self._left]
         with _translate(self._name):
-            found = os.preadv(self._fd, [buffer], self._offset)
+            found = read_at(self._fd, buffer, self._offset)
         self._offset += found
         if self._left is not None:
             self._left -= found

@@ -70,6 +70,11 @@ class PieceBody:
             if piece is None:
                 raise CorruptChunkError(f"expected {self._nbytes} bytes to store, but only {self._position} came")
             self._piece = memoryview(piece).cast("B")
+            if len(self._piece) >= self._nbytes - self._position:
+                # its producer checks what it gave, perhaps only at the end: hear it before the last byte is sent
+                self._piece = memoryview(bytes(self._piece))
+                if len(self._piece) > self._nbytes - self._position or any(map(len, self._iterator)):
+                    raise CorruptChunkError(f"expected {self._nbytes} bytes to store, but more came")
         part = self._piece[: min(amount, self._nbytes - self._position)]
         self._piece = self._piece[len(part) :]
         self._position += len(part)

@@ -104,8 +104,8 @@ def _answered(error: Exception, what: str, bucket: str, endpoint: str) -> Kvsnap
         return StorageError(f"{what}: the store is busy or failed for now ({said})")
     if code in _DENIED or status in (401, 403):
         return RefusedError(
-            f"{what}: access denied; check the policy (s3:GetObject, PutObject, DeleteObject, ListBucket, and the KMS "
-            f"key's) and, without s3:ListBucket, whether the object exists ({said})"
+            f"{what}: access denied; check credentials and policy (s3:GetObject, s3:PutObject, s3:DeleteObject, "
+            f"s3:ListBucket, the KMS key's) and, without s3:ListBucket, whether the object exists ({said})"
         )
     if status == 507 or code in ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"):
         return RefusedError(f"{what}: the store has no room left ({said})")

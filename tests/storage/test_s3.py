@@ -25,40 +25,9 @@ from kvsnap.storage import (
 from kvsnap.testing import StorageSuite
 
 pytest.importorskip("boto3")
-moto_server = pytest.importorskip("moto.server")
 
 MIB = 1 << 20
 _prefixes = (f"p{i}/x" for i in itertools.count())
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-
-
-@pytest.fixture(scope="module")
-def bucket(endpoint: str) -> str:
-    import boto3
-
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="t", aws_secret_access_key="t"
-    )
-    client.create_bucket(Bucket="kvsnap-test")
-    client.close()
-    return "kvsnap-test"
 
 
 @pytest.fixture
@@ -132,7 +101,8 @@ def test_parts_of_a_failed_upload_are_removed(s3: S3Storage) -> None:
 
 
 def test_sweep_aborts_uploads_that_are_a_day_old(s3: S3Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D02: a killed exporter aborts nothing; and a fresh upload may be somebody's. (moto gives all one date, of 2010.)"""
+    """D02: a killed exporter aborts nothing; and a fresh upload may be somebody's."""
+    # moto gives all uploads one date, of 2010
     raw(s3, "create_multipart_upload", "x")
     started = s3._s3().list_multipart_uploads(Bucket="kvsnap-test")["Uploads"][0]["Initiated"].timestamp()
     with monkeypatch.context() as patch:
@@ -203,8 +173,6 @@ def test_a_missing_bucket_is_no_missing_object(endpoint: str) -> None:
 def test_no_credentials(endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
     storage = open_storage(f"s3://{bucket}/x", {"endpoint": endpoint})
 
     with pytest.raises(RefusedError, match="AWS_ACCESS_KEY_ID"):
