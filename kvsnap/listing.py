@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError, StorageError
+from kvsnap.gc_lists import read_lists, removed_snapshots
 from kvsnap.manifest import Digest
-from kvsnap.repository import Repository
+from kvsnap.repository import Repository, manifest_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class SnapshotRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListReport:
-    """All snapshots of a repository."""
+    """All snapshots of a repository but those that were removed and wait for a prune."""
 
     url: str
     snapshots: tuple[SnapshotRow, ...]
@@ -58,7 +59,8 @@ def list_snapshots(url: str) -> ListReport:
             refs.setdefault(repository.ref(name).snapshot, []).append(name)
         except (CorruptChunkError, NotFoundError, StorageError) as error:
             problems.append(str(error))
-    snapshots = repository.snapshots()
+    removed = removed_snapshots(read_lists(repository.storage))
+    snapshots = [s for s in repository.snapshots() if s in refs or manifest_name(s) not in removed]
     for snapshot in sorted(refs.keys() - set(snapshots)):
         problems += [f"ref {name} names snapshot {snapshot[:12]}, which is missing" for name in refs[snapshot]]
     rows = []

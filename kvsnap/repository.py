@@ -4,7 +4,8 @@
     shards/ab/<sha256>.safetensors    immutable
     catalogs/<sha256>.parquet         immutable
     manifests/<sha256>.json           immutable; this is the snapshot
-    refs/<name>.json                  the only mutable objects
+    refs/<name>.json                  names of snapshots
+    leases/  gc/                      who writes, and what is to be deleted
 
 Every digest is checked before the bytes are parsed, every size before they are read.
 """
@@ -12,11 +13,12 @@ Every digest is checked before the bytes are parsed, every size before they are 
 from __future__ import annotations
 
 import json
+import logging
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from kvsnap.canonical import canonical_json, sha256_hex
@@ -24,18 +26,34 @@ from kvsnap.catalog import Catalog, decode_catalog
 from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
 from kvsnap.manifest import DIGEST_PREFIX, MAX_MANIFEST_BYTES, Digest, Manifest, decode_manifest, parse_digest
 from kvsnap.namespace import FORMAT
-from kvsnap.storage import Storage, open_storage
+from kvsnap.storage import Capabilities, LocalStorage, Storage, open_storage, probe_storage
+from kvsnap.storage.wrapper import WrapperStorage
+
+log = logging.getLogger(__name__)
 
 MARKER_NAME = "kvsnap.json"
 MAX_SMALL_BYTES = 64 << 10
 """Largest marker or ref that is read."""
 KIND = "repository"
+MAX_HISTORY = 100
+"""Earlier states that a ref remembers."""
+PROBE_PREFIX = "gc/probe-"
+"""What a probe of the storage leaves when it is killed; see `kvsnap.storage.probe`."""
 FEATURES: Mapping[str, frozenset[str]] = {name: frozenset() for name in ("delete", "read", "verify", "write")}
 """Features of a repository that this version knows, per operation; none yet."""
 
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _ID_PREFIX = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefChange:
+    """An earlier state of a ref."""
+
+    snapshot: Digest
+    updated: str
+    """Since when it named this; RFC 3339, UTC"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +67,8 @@ class Ref:
     """What it named before."""
     updated: str
     """RFC 3339, UTC"""
+    history: tuple[RefChange, ...] = ()
+    """What it named before, the latest first; not more than `MAX_HISTORY`."""
 
 
 def shard_name(digest: Digest) -> str:
@@ -103,42 +123,50 @@ class Repository:
         self.url = storage.url
 
     @classmethod
-    def open(cls, url: str, *, operation: str = "read") -> Repository:
+    def open(cls, url: str | Storage, *, operation: str = "read", single_writer: bool = False) -> Repository:
         """Open an existing repository for `operation` (a key of `FEATURES`).
+
+        Args:
+            url: Where it is; or its storage, already open.
+            single_writer: The caller's word that nobody else writes to it or prunes it. Needed to write to a store
+                that ignores the conditions of conditional requests, where two writers overwrite each other in silence.
 
         Raises:
             NotFoundError: there is none at `url`.
             IncompatibleError: it needs a later kvsnap for this operation.
+            ConfigError: its store is fit for a single writer only.
         """
-        repository = cls(open_storage(url))
-        repository._check_marker(operation)
+        repository = cls(open_storage(url) if isinstance(url, str) else url)
+        repository._check_marker(operation, single_writer=single_writer)
         return repository
 
     @classmethod
-    def open_or_create(cls, url: str) -> Repository:
-        """Open a repository to write to; make one where nothing is yet.
+    def open_or_create(cls, url: str | Storage, *, single_writer: bool = False) -> Repository:
+        """Open a repository to write to; make one where nothing is yet, having tried out what the store does.
 
         Raises:
-            ConfigError: something else is there.
+            ConfigError: something else is there; the store is fit for a single writer only (see `open`).
             IncompatibleError: it needs a later kvsnap to be written to.
         """
-        repository = cls(open_storage(url))
+        repository = cls(open_storage(url) if isinstance(url, str) else url)
         storage = repository.storage
-        if storage.is_empty():
+        if _is_fresh(storage):
             marker = {
                 "features": {name: [] for name in FEATURES},
                 "format": FORMAT,
                 "kind": KIND,
-                "store": storage.capabilities().to_json(),
+                "store": _capabilities(storage).to_json(),
             }
             storage.put_if_absent(MARKER_NAME, canonical_json(marker))
         try:
-            repository._check_marker("write")
+            repository._check_marker("write", single_writer=single_writer)
         except NotFoundError:
-            raise ConfigError(f"{url} is not empty and no kvsnap repository; export to a new directory") from None
+            raise ConfigError(
+                f"{repository.url} is not empty and no kvsnap repository; export to a new directory"
+            ) from None
         return repository
 
-    def _check_marker(self, operation: str) -> None:
+    def _check_marker(self, operation: str, *, single_writer: bool) -> None:
         try:
             data = self.storage.get(MARKER_NAME, max_bytes=MAX_SMALL_BYTES)
         except NotFoundError:
@@ -159,6 +187,21 @@ class Repository:
                 f"repository {self.url} requires features {', '.join(unknown)[:200]} to {operation}; upgrade kvsnap",
                 ("features",),
             )
+        if operation in ("write", "delete"):
+            self._check_store(Capabilities.from_json(marker.get("store")), single_writer=single_writer)
+
+    def _check_store(self, found: Capabilities, *, single_writer: bool) -> None:
+        self.storage.use(found)
+        lacking = [name for name in ("conditional_create", "conditional_replace") if not getattr(found, name)]
+        if not lacking:
+            return
+        what = f"the store of {self.url} ignores conditional requests (it lacks {' and '.join(lacking)})"
+        if not single_writer:
+            raise ConfigError(
+                f"{what}: two writers, or a writer and a prune, would destroy each other's work in silence; use "
+                "another store, or make sure that nobody else writes and say so with --single-writer"
+            )
+        log.warning("kvsnap: %s: nobody else may write to it or prune it now, or snapshots are lost", what)
 
     def resolve(self, name: str) -> Digest:
         """The snapshot that a ref, an id or the first 8 or more digits of an id names. It may not exist any more.
@@ -206,33 +249,7 @@ class Repository:
             data = self.storage.get(ref_name(name), max_bytes=MAX_SMALL_BYTES)
         except NotFoundError:
             raise NotFoundError(f"{self.url} has no ref {name}; see `kvsnap list {self.url}`") from None
-        obj = _object(data, f"ref {name} in {self.url}")
-        try:
-            return Ref(
-                snapshot=parse_digest(obj.get("snapshot")),
-                write_id=str(obj.get("write_id")),
-                previous=None if obj.get("previous") is None else parse_digest(obj["previous"]),
-                updated=str(obj.get("updated")),
-            )
-        except KvsnapError as error:
-            raise CorruptChunkError(f"ref {name} in {self.url} makes no sense: {error}") from None
-
-    def set_ref(self, name: str, snapshot: Digest) -> bool:
-        """Make `name` a name of `snapshot`, whose manifest must be there already; False if it is one."""
-        try:
-            previous: Digest | None = self.ref(name).snapshot
-        except NotFoundError:
-            previous = None
-        if previous == snapshot:
-            return False
-        ref = {
-            "previous": None if previous is None else DIGEST_PREFIX + previous,
-            "snapshot": DIGEST_PREFIX + snapshot,
-            "updated": now_text(),
-            "write_id": secrets.token_hex(16),
-        }
-        self.storage.put(ref_name(name), canonical_json(ref))
-        return True
+        return decode_ref(data, f"ref {name} in {self.url}")
 
     def manifest(self, snapshot: Digest) -> Manifest:
         """Read a manifest, digest first.
@@ -250,12 +267,12 @@ class Repository:
             ) from None
         return decode_manifest(data, expect=snapshot)
 
-    def catalog(self, manifest: Manifest) -> Catalog:
-        """Read a snapshot's catalog: its size, then its digest, and only then Parquet.
+    def catalog_bytes(self, manifest: Manifest) -> bytes:
+        """The bytes of a snapshot's catalog, by size and digest the right ones.
 
         Raises:
             NotFoundError: it is not there.
-            CorruptChunkError: it is damaged, or disagrees with the manifest.
+            CorruptChunkError: it is damaged.
         """
         record = manifest.catalog
         name = catalog_name(record.digest)
@@ -268,6 +285,18 @@ class Repository:
             raise CorruptChunkError(
                 f"catalog {name} is damaged: expected sha256 {record.digest[:12]}, read {found[:12]}; export again"
             )
+        return data
+
+    def catalog(self, manifest: Manifest) -> Catalog:
+        """Read a snapshot's catalog: its size, then its digest, and only then Parquet.
+
+        Raises:
+            NotFoundError: it is not there.
+            CorruptChunkError: it is damaged, or disagrees with the manifest.
+        """
+        record = manifest.catalog
+        name = catalog_name(record.digest)
+        data = self.catalog_bytes(manifest)
         catalog = decode_catalog(
             data,
             num_rows=record.num_rows,
@@ -298,6 +327,47 @@ class Repository:
             if _HEX.fullmatch(text) and info.name == prefix + text + suffix:
                 found.append(Digest(text))
         return found
+
+
+def decode_ref(data: bytes, what: str) -> Ref:
+    """Read a ref's object; `what` names it in messages.
+
+    Raises:
+        CorruptChunkError: it makes no sense.
+    """
+    obj = _object(data, what)
+    history = obj.get("history", [])
+    try:
+        if not isinstance(history, list) or not all(isinstance(item, dict) for item in history):
+            raise CorruptChunkError("its history is no list of objects")
+        return Ref(
+            snapshot=parse_digest(obj.get("snapshot")),
+            write_id=str(obj.get("write_id")),
+            previous=None if obj.get("previous") is None else parse_digest(obj["previous"]),
+            updated=str(obj.get("updated")),
+            history=tuple(
+                RefChange(snapshot=parse_digest(item.get("snapshot")), updated=str(item.get("updated")))
+                for item in history[:MAX_HISTORY]
+            ),
+        )
+    except KvsnapError as error:
+        raise CorruptChunkError(f"{what} makes no sense: {error}") from None
+
+
+def _is_fresh(storage: Storage) -> bool:
+    """Whether nothing is there yet but what a killed probe has left."""
+    if storage.is_empty():
+        return True
+    names = [info.name for info in islice(storage.list(""), 16)]
+    return bool(names) and all(name.startswith(PROBE_PREFIX) for name in names)
+
+
+def _capabilities(storage: Storage) -> Capabilities:
+    """By trying it out; a directory does by its nature what `LocalStorage` says, and stays clean."""
+    inner = storage
+    while isinstance(inner, WrapperStorage):
+        inner = inner.inner
+    return storage.capabilities() if isinstance(inner, LocalStorage) else probe_storage(storage)
 
 
 def _object(data: bytes, what: str) -> dict[str, Any]:

@@ -22,14 +22,18 @@ from kvsnap.canonical import sha256_hex
 from kvsnap.catalog import Catalog, encode_catalog
 from kvsnap.engines import FLUSH_TIMEOUT_S, flush_engines
 from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
+from kvsnap.gc_lists import removed_snapshots
 from kvsnap.local_shards import read_usage, scan_shards
 from kvsnap.manifest import CatalogRecord, Digest, Manifest, ShardRecord, Totals
 from kvsnap.namespace import Namespace
-from kvsnap.repository import Repository, catalog_name, manifest_name, now_text, ref_name
+from kvsnap.refs import move_ref
+from kvsnap.repository import Repository, manifest_name, now_text, ref_name, shard_name
 from kvsnap.selection import SELECTS, Select, Selection, select_chunks
+from kvsnap.storage import Storage
 from kvsnap.tiers.paths import open_namespaces
 from kvsnap.transfer import Progress
 from kvsnap.upload import UploadedShard, Uploader
+from kvsnap.writing import WriteSession, publish_snapshot, under_lease
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +96,7 @@ def match_namespaces(cache_dir: Path, prefix: str | None = None) -> list[tuple[P
 
 def export_snapshot(
     cache_dir: Path,
-    url: str,
+    url: str | Storage,
     *,
     namespace: str | None = None,
     tag: str | None = None,
@@ -101,18 +105,22 @@ def export_snapshot(
     include_salted: bool = False,
     flush: bool = True,
     flush_timeout_s: float = FLUSH_TIMEOUT_S,
+    single_writer: bool = False,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Export chunks of one namespace of `cache_dir` to the repository at `url`, made there if nothing is.
 
     Shards go as they are; the catalog names the chunks that belong to the snapshot. May
-    be killed and repeated; what is in the repository already is not sent again.
+    be killed and repeated; what is in the repository already is not sent again. Holds a
+    lease while it runs, so no prune deletes what it relies on; when it was stopped for so
+    long that the lease ran out, it looks again and sends what is missing.
 
     Args:
         namespace: Start of the id or of the directory's name; needed where there are several.
         tag: Ref that shall name the snapshot afterwards.
         select, max_bytes, include_salted: See `select_chunks`.
         flush: Have live engines write what only their DRAM holds first. Without, export what is on disk.
+        single_writer: See `Repository.open`.
 
     Raises:
         ConfigError: several namespaces match; a wrong name; `url` holds something else.
@@ -128,15 +136,51 @@ def export_snapshot(
         names = ", ".join(directory.name for directory, _ in matching)
         raise ConfigError(f"{cache_dir} holds several namespaces, choose one: {names}")
     directory, ns = matching[0]
-    repository = Repository.open_or_create(url)
+    repository = Repository.open_or_create(url, single_writer=single_writer)
     repository.storage.sweep()
     flushed = flush_engines(cache_dir, ns.id(), timeout_s=flush_timeout_s) if flush else {}
+    return under_lease(
+        repository,
+        "export",
+        lambda session: _export(
+            repository,
+            session,
+            directory,
+            ns,
+            tag=tag,
+            select=select,
+            max_bytes=max_bytes,
+            include_salted=include_salted,
+            flushed=flushed,
+            progress=progress,
+        ),
+    )
 
+
+def _export(
+    repository: Repository,
+    session: WriteSession,
+    directory: Path,
+    ns: Namespace,
+    *,
+    tag: str | None,
+    select: Select,
+    max_bytes: int | None,
+    include_salted: bool,
+    flushed: Mapping[str, Mapping[str, Any]],
+    progress: Progress | None,
+) -> ExportReport:
+    """Export under the lease of `session`."""
     scan = scan_shards(directory, ns)
     damaged = {shard.id: f"shard {shard.path}: {shard.reason}" for shard in scan.damaged}
     vanished: set[str] = set()
     usage = read_usage(directory)
-    earlier = _earlier_snapshots(repository, ns)
+    removed = removed_snapshots(session.lists)
+    earlier = {
+        snapshot: manifest
+        for snapshot, manifest in _earlier_snapshots(repository, ns).items()
+        if manifest_name(snapshot) not in removed
+    }
     parent = _choose_parent(repository, tag, earlier)
     uploader = Uploader(repository, _base(repository, parent, earlier))
     now = time.time()
@@ -154,16 +198,16 @@ def export_snapshot(
             raise NotFoundError(_nothing(directory, selection, damaged))
         lost = len(damaged) + len(vanished)
         uploaded = _upload(selection, uploader, damaged, vanished, progress)
-        if len(damaged) + len(vanished) == lost:
+        if len(damaged) + len(vanished) == lost and not _pruned_meanwhile(repository, session, uploader, uploaded):
             break
 
     publisher = _Publisher(repository, ns, selection, uploaded, parent)
-    snapshot, is_new = publisher.publish(earlier)
+    snapshot, is_new = publisher.publish(earlier, session)
     if tag is not None:
-        repository.set_ref(tag, snapshot)
+        move_ref(repository, tag, snapshot)
     return ExportReport(
         snapshot=snapshot,
-        url=url,
+        url=repository.url,
         tag=tag,
         is_new=is_new,
         namespace=ns.id(),
@@ -211,6 +255,22 @@ def _upload(
     return uploaded
 
 
+def _pruned_meanwhile(
+    repository: Repository, session: WriteSession, uploader: Uploader, uploaded: list[UploadedShard]
+) -> bool:
+    """Whether a prune was deleting some of the shards already; these are to be uploaded again."""
+    gone = set()
+    for name in session.keep(shard_name(shard.digest) for shard in uploaded):
+        try:
+            repository.storage.head(name)
+        except NotFoundError:
+            gone.add(name)
+    for shard_id, shard in list(uploader.done.items()):
+        if shard_name(shard.digest) in gone:
+            del uploader.done[shard_id]
+    return bool(gone)
+
+
 def _split(selection: Selection) -> list[list[Any]]:
     rows: list[list[Any]] = [[] for _ in selection.shards]
     for entry, position in zip(selection.entries, selection.shard.tolist(), strict=True):
@@ -248,10 +308,11 @@ class _Publisher:
             num_prefixes=sum(row not in inner for row in range(len(self._catalog))),
         )
 
-    def publish(self, earlier: Mapping[Digest, Manifest]) -> tuple[Digest, bool]:
+    def publish(self, earlier: Mapping[Digest, Manifest], session: WriteSession) -> tuple[Digest, bool]:
         """The id, and whether the snapshot is new."""
         for snapshot, manifest in earlier.items():
             if self._is_same(manifest):
+                session.renew()
                 return snapshot, False
         catalog = encode_catalog(self._catalog)
         catalog_digest = Digest(sha256_hex(catalog))
@@ -268,8 +329,7 @@ class _Publisher:
         )
         data = manifest.encode()
         snapshot = Digest(sha256_hex(data))
-        self._repository.put_object(catalog_name(catalog_digest), catalog)
-        self._repository.put_object(manifest_name(snapshot), data)
+        publish_snapshot(self._repository, session, catalog=catalog, manifest=data)
         return snapshot, True
 
     def _is_same(self, manifest: Manifest) -> bool:

@@ -380,9 +380,17 @@ def read_repository(root: Path, prompts: Sequence[Prompt]) -> Found:
         digest = re.fullmatch(r"(?:shards/../|catalogs/|manifests/)([0-9a-f]{64})\.(safetensors|parquet|json)", name)
         if digest is not None:
             need(sha256(data).hexdigest() == digest[1], f"digest of {name}")
+        elif name == ".kvsnap-lock":
+            need(data == b"", name)
+            used.add(name)
         elif name.startswith("refs/"):
             read_ref(name, load(data), objects)
             used.add(name)
+        elif name.startswith("leases/"):
+            read_lease(name, load(data))
+            used.add(name)
+        elif name.startswith("gc/"):
+            used |= {name, *read_gc_list(name, load(data), objects)}
         else:
             raise FormatError(f"object {name}")
     for name, data in objects.items():
@@ -393,12 +401,43 @@ def read_repository(root: Path, prompts: Sequence[Prompt]) -> Found:
 
 
 def read_ref(name: str, obj: Any, objects: dict[str, bytes]) -> None:
-    exactly(obj, "ref", "snapshot", "previous", "updated", "write_id")
+    exactly(obj, "ref", "history", "snapshot", "previous", "updated", "write_id")
     need(re.fullmatch(r"refs/(?![0-9a-f]{64}\.json)[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.json", name), f"name of {name}")
     snapshot = DIGEST.fullmatch(obj["snapshot"])
     need(snapshot and f"manifests/{snapshot[1]}.json" in objects, "what a ref names")
     need(obj["previous"] is None or DIGEST.fullmatch(obj["previous"]), "previous")
     need(TIME.fullmatch(obj["updated"]) and isinstance(obj["write_id"], str), "ref")
+    for state in obj["history"]:
+        exactly(state, "history", "snapshot", "updated")
+        need(DIGEST.fullmatch(state["snapshot"]) and TIME.fullmatch(state["updated"]), "history")
+    latest = obj["history"][0]["snapshot"] if obj["history"] else None
+    need(latest == obj["previous"] and len(obj["history"]) <= 100, "history")
+
+
+def read_lease(name: str, obj: Any) -> None:
+    names = ("duration", "id", "kind", "owner", "process", "seen", "started", "write_id")
+    exactly(obj, "lease", *names)
+    need(HEX32.fullmatch(obj["id"]) and name in (f"leases/{obj['id']}.json", "leases/prune.json"), f"name of {name}")
+    need(obj["kind"] in ("copy", "export", "merge", "prune", "tag"), "kind of a lease")
+    need((obj["kind"] == "prune") == (name == "leases/prune.json"), "kind of a lease")
+    need(all(isinstance(obj[key], str) for key in ("owner", "process", "write_id")), "lease")
+    need(is_int(obj["duration"], obj["started"]) and obj["duration"] >= 0, "lease")
+    need(all(HEX32.fullmatch(item) for item in obj["seen"]), "seen")
+
+
+def read_gc_list(name: str, obj: Any, objects: dict[str, bytes]) -> set[str]:
+    """What is on a list of objects to be deleted."""
+    exactly(obj, "list", "marked", "objects", "reason", "sweeper", "write_id")
+    need(re.fullmatch(r"gc/[0-9a-f]{32}\.json", name), f"name of {name}")
+    need(obj["reason"] in ("removed", "unneeded") and is_int(obj["marked"]), "list")
+    need(obj["sweeper"] is None or HEX32.fullmatch(obj["sweeper"]), "sweeper")
+    need(isinstance(obj["write_id"], str) and len(obj["objects"]) <= 5000, "list")
+    rows = [exactly(row, "object", "bytes", "name") for row in obj["objects"]]
+    need([row["name"] for row in rows] == sorted({row["name"] for row in rows}), "order of a list")
+    for row in rows:
+        is_gone = obj["sweeper"] is not None and row["name"] not in objects
+        need(is_gone or len(objects.get(row["name"], b"")) == row["bytes"], f"object {row['name']} on a list")
+    return {row["name"] for row in rows if row["name"] in objects}
 
 
 def read_manifest(obj: Any, objects: dict[str, bytes], prompts: Sequence[Prompt], found: Found) -> set[str]:

@@ -1,0 +1,247 @@
+"""Refs: movable names of snapshots, and what they named before.
+
+A ref is the only thing in a repository that two writers may change at once, so it moves by
+compare-and-swap. Each write carries a random `write_id`: a writer whose answer got lost reads
+the ref back and finds its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from kvsnap.canonical import canonical_json
+from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
+from kvsnap.gc_lists import new_list, read_lists, removed_snapshots
+from kvsnap.leases import swap
+from kvsnap.manifest import DIGEST_PREFIX, Digest, Manifest
+from kvsnap.repository import (
+    MAX_HISTORY,
+    MAX_SMALL_BYTES,
+    Ref,
+    RefChange,
+    Repository,
+    catalog_name,
+    decode_ref,
+    manifest_name,
+    now_text,
+    ref_name,
+    shard_name,
+)
+from kvsnap.storage import Storage
+from kvsnap.storage.base import RefusedError
+from kvsnap.writing import WriteSession
+
+_TRIES = 20
+
+
+class RefMovedError(RefusedError):
+    """The ref isn't what the caller took it to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagReport:
+    """What became of a ref."""
+
+    ref: str
+    snapshot: Digest | None
+    """What it names now; None: it is removed."""
+    previous: Digest | None
+    """What it named before."""
+    is_changed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryRow:
+    """A state of a ref."""
+
+    snapshot: Digest
+    updated: str
+    """Since when; RFC 3339, UTC"""
+    is_there: bool
+    """Whether the snapshot still is in the repository."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveReport:
+    """What was removed, or with `dry_run` would be."""
+
+    refs: tuple[str, ...]
+    snapshots: tuple[Digest, ...]
+    """They are listed no more; their bytes go with a later prune."""
+    nbytes: int
+    """Bytes of the snapshots' shards; those that other snapshots need stay."""
+    dry_run: bool
+
+
+def move_ref(repository: Repository, name: str, snapshot: Digest, *, expect: Digest | None = None) -> TagReport:
+    """Make `name` a name of `snapshot`, whose manifest must be there already.
+
+    Args:
+        expect: What it must name before; without, the last writer wins, and the history tells what it won over.
+
+    Raises:
+        RefMovedError: it doesn't name `expect`.
+    """
+    object_name = ref_name(name)
+    for _ in range(_TRIES):
+        current, version = _read(repository, name)
+        previous = None if current is None else current.snapshot
+        if expect is not None and previous != expect:
+            found = "nothing" if previous is None else previous[:12]
+            raise RefMovedError(f"ref {name} names {found}, expected {expect[:12]}; look again and repeat")
+        if previous == snapshot:
+            return TagReport(ref=name, snapshot=snapshot, previous=previous, is_changed=False)
+        history: list[RefChange] = []
+        if current is not None:
+            history = [RefChange(snapshot=current.snapshot, updated=current.updated), *current.history]
+        ref = Ref(
+            snapshot=snapshot,
+            write_id=secrets.token_hex(16),
+            previous=previous,
+            updated=now_text(),
+            history=tuple(history[:MAX_HISTORY]),
+        )
+        if swap(repository.storage, object_name, _encode(ref), version):
+            return TagReport(ref=name, snapshot=snapshot, previous=previous, is_changed=True)
+    raise RefMovedError(f"ref {name} in {repository.url} moved {_TRIES} times meanwhile; try again")
+
+
+def tag_snapshot(
+    url: str | Storage, ref: str, name: str, *, expect: str | None = None, single_writer: bool = False
+) -> TagReport:
+    """Make `name` a name of the snapshot `ref`. One that was removed and not yet pruned comes back.
+
+    Raises:
+        NotFoundError: no such repository or snapshot.
+        CorruptChunkError: the snapshot is damaged, or a part of it is gone.
+        RefMovedError: `name` doesn't name the snapshot `expect`.
+    """
+    ref_name(name)
+    repository = Repository.open(url, operation="write", single_writer=single_writer)
+    with WriteSession(repository, "tag") as session:
+        snapshot = repository.resolve(ref)
+        expected = None if expect is None else repository.resolve(expect)
+        keep_snapshot(repository, session, snapshot, repository.manifest(snapshot))
+        session.renew()
+        return move_ref(repository, name, snapshot, expect=expected)
+
+
+def roll_back(url: str | Storage, name: str, *, steps: int = 1, single_writer: bool = False) -> TagReport:
+    """Make `name` name again what it named `steps` moves ago. Is a move itself: rolling back again undoes it.
+
+    Raises:
+        NotFoundError: no such ref; it has no such past; the snapshot is gone.
+    """
+    if steps < 1:
+        raise ConfigError(f"a ref is rolled back by 1 or more moves, not {steps}")
+    repository = Repository.open(url, operation="write", single_writer=single_writer)
+    with WriteSession(repository, "tag") as session:
+        current = repository.ref(name)
+        if steps > len(current.history):
+            raise NotFoundError(f"ref {name} has {len(current.history)} earlier states, so none {steps} moves ago")
+        snapshot = current.history[steps - 1].snapshot
+        keep_snapshot(repository, session, snapshot, repository.manifest(snapshot))
+        session.renew()
+        return move_ref(repository, name, snapshot, expect=current.snapshot)
+
+
+def ref_history(url: str | Storage, name: str) -> list[HistoryRow]:
+    """What `name` names, and named before, the latest first."""
+    repository = Repository.open(url)
+    ref = repository.ref(name)
+    there = set(repository.snapshots())
+    states = [RefChange(snapshot=ref.snapshot, updated=ref.updated), *ref.history]
+    return [HistoryRow(snapshot=s.snapshot, updated=s.updated, is_there=s.snapshot in there) for s in states]
+
+
+def remove(
+    url: str | Storage, name: str, *, with_snapshot: bool = False, dry_run: bool = False, single_writer: bool = False
+) -> RemoveReport:
+    """Remove a ref, or a snapshot by its id. Bytes go with a later prune, and until then a tag brings it back.
+
+    Args:
+        with_snapshot: Also the snapshot that the ref names, if no other ref does.
+
+    Raises:
+        NotFoundError: there is none.
+        ConfigError: refs name the snapshot; they are listed.
+    """
+    repository = Repository.open(url, operation="delete", single_writer=single_writer)
+    names = repository.ref_names()
+    is_ref = name in names
+    if not is_ref:
+        snapshot = repository.resolve(name)
+        doomed = [snapshot]
+    else:
+        doomed = [repository.ref(name).snapshot] if with_snapshot else []
+    others = [other for other in names if other != name and _named(repository, other) in doomed]
+    if others and not is_ref:
+        raise ConfigError(f"snapshot {name[:12]} is named by {', '.join(others)}; remove these refs first")
+    if others:
+        doomed = []
+    there = {digest: manifest_name(digest) for digest in doomed if digest in set(repository.snapshots())}
+    if not is_ref and not there:
+        raise NotFoundError(f"{repository.url} has no snapshot {name}; see `kvsnap list {repository.url}`")
+    if not dry_run:
+        if is_ref:
+            repository.storage.delete(ref_name(name))
+        removed = removed_snapshots(read_lists(repository.storage))
+        if marked := {item: repository.storage.head(item).nbytes for item in there.values() if item not in removed}:
+            new_list(repository.storage, "removed", marked)
+    return RemoveReport(
+        refs=(name,) if is_ref else (),
+        snapshots=tuple(there),
+        nbytes=sum(_size(repository, digest) for digest in there),
+        dry_run=dry_run,
+    )
+
+
+def keep_snapshot(repository: Repository, session: WriteSession, snapshot: Digest, manifest: Manifest) -> None:
+    """Have no prune delete a snapshot that is there, and bring it back if it was removed.
+
+    Raises:
+        CorruptChunkError: a prune has deleted a part of it already.
+    """
+    parts = {shard_name(shard.digest) for shard in manifest.shards} | {catalog_name(manifest.catalog.digest)}
+    for name in sorted(session.keep(parts)) + sorted(session.keep([manifest_name(snapshot)])):
+        try:
+            repository.storage.head(name)
+        except NotFoundError:
+            raise CorruptChunkError(
+                f"snapshot {snapshot[:12]} can't be used any more: a prune has deleted {name}; export it again"
+            ) from None
+
+
+def _read(repository: Repository, name: str) -> tuple[Ref | None, str | None]:
+    try:
+        data, version = repository.storage.get_versioned(ref_name(name), max_bytes=MAX_SMALL_BYTES)
+    except NotFoundError:
+        return None, None
+    return decode_ref(data, f"ref {name} in {repository.url}"), version
+
+
+def _encode(ref: Ref) -> bytes:
+    return canonical_json(
+        {
+            "history": [{"snapshot": DIGEST_PREFIX + item.snapshot, "updated": item.updated} for item in ref.history],
+            "previous": None if ref.previous is None else DIGEST_PREFIX + ref.previous,
+            "snapshot": DIGEST_PREFIX + ref.snapshot,
+            "updated": ref.updated,
+            "write_id": ref.write_id,
+        }
+    )
+
+
+def _named(repository: Repository, name: str) -> Digest | None:
+    try:
+        return repository.ref(name).snapshot
+    except (CorruptChunkError, NotFoundError):
+        return None
+
+
+def _size(repository: Repository, snapshot: Digest) -> int:
+    try:
+        return repository.manifest(snapshot).totals.nbytes
+    except (CorruptChunkError, NotFoundError):
+        return 0

@@ -1,0 +1,226 @@
+"""Copy snapshots from one repository to another.
+
+Shards, catalog, manifest, ref, in this order, each checked by its digest on the way. What
+the target has already isn't moved, so a copy may be killed and repeated. Where both lie in one
+store that can copy by itself, the bytes of shards don't come by here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
+from kvsnap.gc_lists import read_lists, removed_snapshots
+from kvsnap.manifest import MAX_MANIFEST_BYTES, Digest, Manifest, ShardRecord, decode_manifest
+from kvsnap.refs import move_ref
+from kvsnap.repository import MAX_SMALL_BYTES, Repository, manifest_name, ref_name, shard_name
+from kvsnap.runtime import widen_affinity
+from kvsnap.storage import Storage
+from kvsnap.transfer import Progress, pieces
+from kvsnap.writing import WriteSession, publish_snapshot, under_lease
+
+THREADS = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class CopyReport:
+    """What a copy did, or with `dry_run` would do."""
+
+    source: str
+    target: str
+    dry_run: bool
+    snapshots: tuple[Digest, ...]
+    refs: tuple[str, ...]
+    """Refs of the target that name a copied snapshot now."""
+    num_shards: int = 0
+    """Different shards of the snapshots."""
+    nbytes: int = 0
+    present_shards: int = 0
+    """Of these, shards that the target had already."""
+    copied_shards: int = 0
+    copied_bytes: int = 0
+    server_side_shards: int = 0
+    """Of the copied ones, shards that the store copied by itself. It vouches for their bytes; their sizes are
+    compared."""
+
+
+def copy_snapshots(
+    source_url: str | Storage,
+    target_url: str | Storage,
+    *,
+    ref: str | None = None,
+    tag: str | None = None,
+    dry_run: bool = False,
+    single_writer: bool = False,
+    threads: int = THREADS,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Copy the snapshot `ref`, or all snapshots and refs, to the repository at `target_url`, made if nothing is there.
+
+    Args:
+        tag: Ref of the target that shall name the snapshot `ref` afterwards.
+
+    Raises:
+        NotFoundError: no such repository or snapshot.
+        CorruptChunkError: an object is damaged in the source, or another lies under its name in the target. What was
+            copied before is whole.
+        StorageError: a repository failed.
+    """
+    if tag is not None:
+        ref_name(tag)
+        if ref is None:
+            raise ConfigError("a tag names one snapshot; say which one to copy")
+    source = Repository.open(source_url)
+    if ref is not None:
+        chosen = [source.resolve(ref)]
+        refs = {} if tag is None else {tag: chosen[0]}
+    else:
+        removed = removed_snapshots(read_lists(source.storage))
+        refs = {name: source.ref(name).snapshot for name in source.ref_names()}
+        named = set(refs.values())
+        chosen = [s for s in source.snapshots() if manifest_name(s) not in removed or s in named]
+        refs = {name: snapshot for name, snapshot in refs.items() if snapshot in set(chosen)}
+    manifests = {snapshot: source.manifest(snapshot) for snapshot in chosen}
+    report = CopyReport(
+        source=source.url,
+        target=str(target_url if isinstance(target_url, str) else target_url.url),
+        dry_run=dry_run,
+        snapshots=tuple(chosen),
+        refs=tuple(refs),
+    )
+    records = list({shard.digest: shard for manifest in manifests.values() for shard in manifest.shards}.values())
+    report.num_shards = len(records)
+    report.nbytes = sum(record.nbytes for record in records)
+    if dry_run:
+        try:
+            target = Repository.open(target_url)
+        except NotFoundError:
+            missing = records
+        else:
+            missing = _missing(target, records)
+        report.copied_shards, report.copied_bytes = len(missing), sum(record.nbytes for record in missing)
+        report.present_shards = len(records) - len(missing)
+        return report
+    target = Repository.open_or_create(target_url, single_writer=single_writer)
+    copy = _Copy(source, target, report, threads=threads, progress=progress)
+    under_lease(target, "copy", lambda session: copy.run(session, manifests, refs))
+    report.present_shards = report.num_shards - report.copied_shards
+    return report
+
+
+class _Copy:
+    def __init__(
+        self, source: Repository, target: Repository, report: CopyReport, *, threads: int, progress: Progress | None
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._report = report
+        self._threads = threads
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = 0
+
+    def run(self, session: WriteSession, manifests: dict[Digest, Manifest], refs: dict[str, Digest]) -> None:
+        self._done = 0
+        for snapshot, manifest in manifests.items():
+            self._copy_shards(session, manifest.shards)
+            catalog = self._source.catalog_bytes(manifest)
+            data = self._source.storage.get(manifest_name(snapshot), max_bytes=MAX_MANIFEST_BYTES)
+            decode_manifest(data, expect=snapshot)
+            self._copy_signature(snapshot)
+            publish_snapshot(self._target, session, catalog=catalog, manifest=data)
+        for name, snapshot in refs.items():
+            move_ref(self._target, name, snapshot)
+
+    def _copy_shards(self, session: WriteSession, records: Sequence[ShardRecord]) -> None:
+        missing = _missing(self._target, records)
+        self._report_done(sum(record.nbytes for record in records) - sum(record.nbytes for record in missing))
+        while True:
+            with ThreadPoolExecutor(self._threads, "kvsnap-copy", initializer=widen_affinity) as pool:
+                futures = [pool.submit(self._copy_shard, record) for record in missing]
+                try:
+                    for future in futures:
+                        future.result()
+                except BaseException:
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    raise
+            doubtful = session.keep(shard_name(record.digest) for record in records)
+            missing = _missing(self._target, [r for r in records if shard_name(r.digest) in doubtful])
+            if not missing:
+                return
+
+    def _copy_shard(self, record: ShardRecord) -> None:
+        name = shard_name(record.digest)
+        source, target = self._source.storage, self._target.storage
+        is_new = target.copy_from(source, name)
+        is_server_side = is_new is not None
+        if is_new is None:
+            is_new = target.put_known(name, lambda: self._read(record), nbytes=record.nbytes, sha256=record.digest)
+        if (found := target.head(name).nbytes) != record.nbytes:
+            raise _wrong_size(self._target, record, found)
+        with self._lock:
+            if is_new:
+                self._report.copied_shards += 1
+                self._report.copied_bytes += record.nbytes
+                self._report.server_side_shards += is_server_side
+        self._report_done(record.nbytes)
+
+    def _read(self, record: ShardRecord) -> Iterator[memoryview]:
+        """The bytes of a shard of the source; raises after the last one if they are wrong."""
+        name = shard_name(record.digest)
+        state, nbytes = hashlib.sha256(), 0
+        try:
+            with self._source.storage.open_read(name) as reader:
+                for piece in pieces(reader, limit=record.nbytes):
+                    state.update(piece)
+                    nbytes += len(piece)
+                    if nbytes <= record.nbytes:
+                        yield piece
+        except NotFoundError:
+            raise CorruptChunkError(f"shard {name} is missing in {self._source.url}; export it again") from None
+        if (found := state.hexdigest()) != record.digest:
+            raise CorruptChunkError(
+                f"shard {name} in {self._source.url} is damaged: expected sha256 {record.digest[:12]} of "
+                f"{record.nbytes} bytes, read {found[:12]} of {nbytes}; export it again"
+            )
+
+    def _copy_signature(self, snapshot: Digest) -> None:
+        name = f"manifests/{snapshot}.sig"
+        try:
+            data = self._source.storage.get(name, max_bytes=MAX_SMALL_BYTES)
+        except NotFoundError:
+            return
+        self._target.storage.put_if_absent(name, data)
+
+    def _report_done(self, nbytes: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += nbytes
+                self._progress(min(self._done, self._report.nbytes), self._report.nbytes)
+
+
+def _missing(target: Repository, records: Sequence[ShardRecord]) -> list[ShardRecord]:
+    """Those that the target doesn't have.
+
+    Raises:
+        CorruptChunkError: it has one in another size.
+    """
+    if not records:
+        return []
+    there = {info.name: info.nbytes for info in target.storage.list("shards/")}
+    for record in records:
+        found = there.get(shard_name(record.digest), record.nbytes)
+        if found != record.nbytes:
+            raise _wrong_size(target, record, found)
+    return [record for record in records if shard_name(record.digest) not in there]
+
+
+def _wrong_size(repository: Repository, record: ShardRecord, found: int) -> CorruptChunkError:
+    return CorruptChunkError(
+        f"{shard_name(record.digest)} in {repository.url} is damaged: expected {record.nbytes} bytes, found {found}; "
+        "delete it and copy again"
+    )

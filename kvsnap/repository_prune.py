@@ -1,0 +1,323 @@
+"""Prune: the only one who deletes in a repository.
+
+1. Mark. Needed is every snapshot that nobody removed, whatever a ref names, and what all
+   these name. Anything else goes on a list under `gc/` (see `kvsnap.gc_lists`).
+2. Wait. A list is left alone until it is older than the grace period, by the storage's clock,
+   and until every writer that runs knows it (see `kvsnap.writing`).
+3. Look again: snapshots that appeared meanwhile, and the list itself. Only then claim the
+   list by compare-and-swap, delete what is on it, manifests first, then the list.
+
+Killed at any point, the next prune goes on. A manifest that can't be read stops it: what it
+names isn't known.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError
+from kvsnap.gc_lists import (
+    MAX_OBJECTS,
+    GcList,
+    Reason,
+    new_list,
+    read_list,
+    read_lists,
+    removed_snapshots,
+    replace_list,
+)
+from kvsnap.leases import LEASE_S, PRUNE_LEASE, Lease, LeaseRecord, break_lease, read_leases
+from kvsnap.manifest import Digest
+from kvsnap.repository import PROBE_PREFIX, Repository, catalog_name, manifest_name, shard_name
+from kvsnap.runtime import widen_affinity
+from kvsnap.storage import Storage
+from kvsnap.transfer import Progress
+
+GRACE_S = 24 * 3600.0
+"""From mark to deletion, by default."""
+PROBE_MAX_AGE_S = 3600.0
+THREADS = 8
+YOUNG_MARGIN_S = 60.0
+"""What was written this long before the oldest running writer began isn't marked yet."""
+
+_KINDS = (
+    re.compile(r"manifests/[0-9a-f]{64}\.(?:json|sig)", re.ASCII),
+    re.compile(r"catalogs/[0-9a-f]{64}\.parquet", re.ASCII),
+    re.compile(r"shards/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors", re.ASCII),
+)
+"""What kvsnap stores for snapshots, in the order in which it is deleted. Nothing else is ever touched."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PruneReport:
+    """What a prune did, or with `dry_run` would do."""
+
+    url: str
+    dry_run: bool
+    num_snapshots: int = 0
+    """Snapshots that stay."""
+    kept_objects: int = 0
+    kept_bytes: int = 0
+    retired: list[Digest] = field(default_factory=list)
+    """Snapshots removed by this prune, since no ref has named them for long enough."""
+    marked_objects: int = 0
+    """Found unneeded by this prune; deleted by one that runs after the grace period."""
+    marked_bytes: int = 0
+    deleted_objects: int = 0
+    deleted_bytes: int = 0
+    waiting_objects: int = 0
+    """Marked, and not deleted yet: in their grace period, or protected by a writer."""
+    waiting_bytes: int = 0
+    leftovers: int = 0
+    """Interrupted writes (temporary files, multipart uploads, probes) removed."""
+    broken_leases: list[str] = field(default_factory=list)
+    """Writers that died: their leases are removed."""
+    writers: list[str] = field(default_factory=list)
+    """Writers that run; what they may use stays."""
+    foreign: int = 0
+    """Objects that are none of kvsnap's; never touched."""
+
+
+class _Needed(NamedTuple):
+    names: set[str]
+    snapshots: set[Digest]
+
+
+def prune_repository(
+    url: str | Storage,
+    *,
+    grace_s: float = GRACE_S,
+    untagged_s: float | None = None,
+    dry_run: bool = False,
+    single_writer: bool = False,
+    lease_s: int = LEASE_S,
+    progress: Progress | None = None,
+) -> PruneReport:
+    """Delete what no snapshot of the repository at `url` needs any more. May be killed and repeated.
+
+    Args:
+        grace_s: How long something stays after it was found unneeded, or removed.
+        untagged_s: Also remove snapshots older than this that no ref names, or named before its last move.
+        dry_run: Say what would be done; change nothing.
+        lease_s: How long this prune's lease holds, should it be killed.
+
+    Raises:
+        BusyError: another prune runs; names its owner and age.
+        CorruptChunkError: a manifest or a ref is damaged, so what it needs isn't known. Nothing is deleted.
+        IncompatibleError: it needs a later kvsnap. Nothing is deleted.
+    """
+    repository = Repository.open(url, operation="delete", single_writer=single_writer)
+    report = PruneReport(url=repository.url, dry_run=dry_run)
+    with ExitStack() as stack:
+        lease = None
+        if not dry_run:
+            lease = stack.enter_context(
+                Lease.acquire(repository.storage, "prune", duration_s=lease_s, name=PRUNE_LEASE)
+            )
+        _Prune(repository, report, grace_s=grace_s, lease=lease, progress=progress).run(untagged_s)
+    return report
+
+
+class _Prune:
+    def __init__(
+        self,
+        repository: Repository,
+        report: PruneReport,
+        *,
+        grace_s: float,
+        lease: Lease | None,
+        progress: Progress | None,
+    ) -> None:
+        self._repository = repository
+        self._storage = repository.storage
+        self._report = report
+        self._grace_s = grace_s
+        self._lease = lease
+        self._progress = progress
+        self._planned: list[GcList] = []
+        """With a dry run: the lists that would be written."""
+
+    def run(self, untagged_s: float | None) -> None:
+        # Objects before manifests: one that a later manifest names may still be listed, but is then found needed.
+        stored = {info.name: info for info in self._storage.list("")}
+        writers = self._writers()
+        lists = self._lists()
+        if untagged_s is not None:
+            self._retire(untagged_s, lists)
+            lists = self._lists()
+        needed = self._needed(lists)
+        listed = {name for item in lists for name in item.objects}
+        now = self._storage.now()
+        # A writer's own objects aren't needed yet; marking them would be harmless, and noise.
+        young = min((lease.started for lease in writers), default=math.inf) - YOUNG_MARGIN_S
+        unneeded: dict[str, int] = {}
+        for name, info in stored.items():
+            kind = _kind(name)
+            if kind is None:
+                self._report.foreign += name.split("/")[0] not in ("kvsnap.json", "refs", "leases", "gc")
+            elif name in needed.names:
+                self._report.kept_objects += 1
+                self._report.kept_bytes += info.nbytes
+            elif name not in listed and info.modified < young:
+                unneeded[name] = info.nbytes
+        self._report.num_snapshots = len(needed.snapshots)
+        self._report.marked_objects = len(unneeded)
+        self._report.marked_bytes = sum(unneeded.values())
+        self._write_lists("unneeded", unneeded)
+        self._sweep()
+        self._remove_leftovers(now)
+
+    def _lists(self) -> list[GcList]:
+        lists = read_lists(self._storage) + self._planned
+        return sorted(lists, key=lambda item: (item.reason, item.marked, item.id))
+
+    def _writers(self) -> list[LeaseRecord]:
+        """Writers that live; the leases of the dead are broken."""
+        live = []
+        for lease in read_leases(self._storage):
+            if lease.is_live or not (self._lease is None or break_lease(self._storage, lease)):
+                live.append(lease)
+            elif (text := lease.describe()) not in self._report.broken_leases:
+                self._report.broken_leases.append(text)
+        self._report.writers = [lease.describe() for lease in live]
+        return live
+
+    def _needed(self, lists: list[GcList]) -> _Needed:
+        """What must stay."""
+        repository = self._repository
+        named = {repository.ref(name).snapshot for name in repository.ref_names()}
+        removed = removed_snapshots(lists)
+        names: set[str] = set()
+        snapshots = set()
+        for snapshot in repository.snapshots():
+            if manifest_name(snapshot) in removed and snapshot not in named:
+                continue
+            try:
+                manifest = repository.manifest(snapshot)
+            except NotFoundError:
+                continue
+            except (CorruptChunkError, IncompatibleError) as error:
+                message = (
+                    f"nothing is pruned: {error}; what snapshot {snapshot[:12]} needs isn't known. If nobody wants it, "
+                    f"remove it: kvsnap rm {repository.url}@{snapshot}"
+                )
+                if isinstance(error, IncompatibleError):
+                    raise IncompatibleError(message, error.fields) from error
+                raise CorruptChunkError(message) from error
+            snapshots.add(snapshot)
+            names |= {manifest_name(snapshot), _signature(snapshot), catalog_name(manifest.catalog.digest)}
+            names.update(shard_name(shard.digest) for shard in manifest.shards)
+        return _Needed(names, snapshots)
+
+    def _retire(self, untagged_s: float, lists: list[GcList]) -> None:
+        """Remove the snapshots that nobody has a name for."""
+        repository = self._repository
+        refs = [repository.ref(name) for name in repository.ref_names()]
+        named = {ref.snapshot for ref in refs} | {ref.previous for ref in refs}
+        removed = removed_snapshots(lists)
+        now = self._storage.now()
+        old: dict[str, int] = {}
+        for snapshot in repository.snapshots():
+            name = manifest_name(snapshot)
+            if snapshot not in named and name not in removed:
+                info = self._storage.head(name)
+                if now - info.modified > untagged_s:
+                    old[name] = info.nbytes
+                    self._report.retired.append(snapshot)
+        self._write_lists("removed", old)
+
+    def _write_lists(self, reason: Reason, objects: Mapping[str, int]) -> None:
+        names = sorted(objects, key=_order)
+        for at in range(0, len(names), MAX_OBJECTS):
+            part = {name: objects[name] for name in names[at : at + MAX_OBJECTS]}
+            if self._lease is None:
+                now = int(self._storage.now())
+                planned = GcList(id=f"planned-{reason}-{at}", reason=reason, marked=now, sweeper=None, objects=part)
+                self._planned.append(planned)
+            else:
+                self._lease.check()
+                new_list(self._storage, reason, part)
+
+    def _sweep(self) -> None:
+        """Delete what is on lists that are due."""
+        lists = self._lists()
+        total = sum(item.nbytes for item in lists)
+        # Leases before manifests: whoever doesn't know a list and is no writer any more has published, or never will.
+        writers = self._writers()
+        needed = self._needed(lists)
+        now = self._storage.now()
+        for item in lists:
+            is_known = all(item.id in lease.seen for lease in writers)
+            if not is_known or now - item.marked < self._grace_s:
+                hit = [nbytes for name, nbytes in item.objects.items() if name not in needed.names]
+                self._report.waiting_objects += len(hit)
+                self._report.waiting_bytes += sum(hit)
+            else:
+                self._sweep_list(item, needed)
+            if self._progress is not None:
+                self._progress(self._report.deleted_bytes + self._report.waiting_bytes, total)
+
+    def _sweep_list(self, item: GcList, needed: _Needed) -> None:
+        if self._lease is None:
+            objects = {name: nbytes for name, nbytes in item.objects.items() if name not in needed.names}
+            self._report.deleted_objects += len(objects)
+            self._report.deleted_bytes += sum(objects.values())
+            return
+        while True:
+            objects = {
+                name: nbytes
+                for name, nbytes in item.objects.items()
+                if name not in needed.names and _kind(name) is not None
+            }
+            self._lease.check()
+            if replace_list(self._storage, item, objects, sweeper=self._lease.id):
+                break
+            found = read_list(self._storage, item.id)
+            if found is None:
+                return
+            item = found
+        for kind in range(len(_KINDS)):
+            self._delete([name for name in sorted(objects) if _kind(name) == kind])
+        self._lease.check()
+        self._storage.delete(item.name)
+        self._report.deleted_objects += len(objects)
+        self._report.deleted_bytes += sum(objects.values())
+
+    def _delete(self, names: list[str]) -> None:
+        """Delete while the lease is surely held."""
+
+        def delete(name: str) -> None:
+            assert self._lease is not None
+            self._lease.check()
+            self._storage.delete(name)
+
+        with ThreadPoolExecutor(THREADS, "kvsnap-prune", initializer=widen_affinity) as pool:
+            for _ in pool.map(delete, names):
+                pass
+
+    def _remove_leftovers(self, now: float) -> None:
+        dry_run = self._lease is None
+        self._report.leftovers = self._storage.sweep(dry_run=dry_run)
+        for info in self._storage.list("gc/"):
+            if info.name.startswith(PROBE_PREFIX) and now - info.modified > PROBE_MAX_AGE_S:
+                self._report.leftovers += 1
+                if not dry_run:
+                    self._storage.delete(info.name)
+
+
+def _kind(name: str) -> int | None:
+    return next((i for i, pattern in enumerate(_KINDS) if pattern.fullmatch(name)), None)
+
+
+def _order(name: str) -> tuple[int, str]:
+    return _kind(name) or 0, name
+
+
+def _signature(snapshot: Digest) -> str:
+    return f"manifests/{snapshot}.sig"
