@@ -234,7 +234,7 @@ class Machine(RuleBasedStateMachine):
         assert self.residency.take_slot(always) is None
 
 
-Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestResidency = Machine.TestCase
 
 
