@@ -12,18 +12,19 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from kvsnap.attach import attach
 from kvsnap.index import ABSENT, FILLING, READING, READY, UNCHECKED, Chunk
 from kvsnap.keys import ChunkKey, KeyChain
 from kvsnap.match import Match, Promise, cut
 from kvsnap.namespace import Namespace
-from kvsnap.policy import EvictionPolicy, FrequencyRecency, Rates, prefix_closed
+from kvsnap.policy import EvictionPolicy, FrequencyRecency, Rates
 from kvsnap.promoter import Promoter, ReadJob
+from kvsnap.remote import RemoteChunk, RemoteSnapshot
 from kvsnap.residency import Residency
 from kvsnap.runtime import widen_affinity
 from kvsnap.shard_map import ShardMap
@@ -33,7 +34,6 @@ from kvsnap.writer import Writer
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_S = 5.0
 _BACKGROUND_NICE = 15
 
 
@@ -90,13 +90,15 @@ class TieredCache:
         self.is_closed = False
         self._chunk_tokens = namespace.chunk_tokens
         self._block_tokens = namespace.layout.block_tokens
+        self.remote: RemoteSnapshot | None = None
+        """A snapshot whose chunks can be fetched one by one, until its import is through."""
         self.disk_clears = 0
         """How often the disk tier was cleared."""
         self._num_promised = 0
         self._stop_prefault: list[bool] = []
         self._filling: dict[tuple[int, int], Chunk] = {}
         self._loading: deque[tuple[int, list[int]]] = deque()
-        self._attach()
+        self.counts["attach_found"] = attach(self.residency, dram)
         self.promoter = Promoter(self, self.options.num_readers)
         self.writer = Writer(self)
         self.shards = ShardMap(self.residency, self.geometry)
@@ -135,7 +137,11 @@ class TieredCache:
                 sibling, blocks = index.longest_start(wanted, _is_usable) if wanted else (None, 0)
             else:
                 sibling, blocks = None, 0
-        return cut(run, sibling, blocks, self.geometry, start_tokens, limit_tokens)
+        match = cut(run, sibling, blocks, self.geometry, start_tokens, limit_tokens)
+        remote = self.remote
+        if remote is None or last * self._chunk_tokens >= limit_tokens:
+            return match
+        return replace(match, remote=tuple(remote.run(chain.keys, last, self._chunk_tokens)))
 
     def is_covered(self, block_keys: bytes) -> bool:
         """Whether some chunk in DRAM begins with all these blocks."""
@@ -165,6 +171,26 @@ class TieredCache:
                         jobs.append(job)
             finally:
                 self.residency.unshield(chain)
+        self.promoter.submit(jobs)
+        return len(jobs)
+
+    def fetch(self, chain: KeyChain, chunks: Sequence[RemoteChunk], scope: str) -> int:
+        """Start to fetch consecutive chunks of a prompt from the snapshot; returns how many began.
+
+        A chunk that is on its way already, for whomever, is in the index and not here.
+        """
+        jobs: list[ReadJob] = []
+        with self.lock:
+            for remote in chunks:
+                parent = self.residency.index.get(chain.parent_of(remote.index)) if remote.index else None
+                if remote.index and (parent is None or parent.slot < 0):
+                    break  # its parent comes first; asked again once that is here
+                if self.residency.index.get(remote.key) is not None:
+                    continue
+                job = self._fetch_job(chain, remote, parent, scope)
+                if job is None:
+                    break
+                jobs.append(job)
         self.promoter.submit(jobs)
         return len(jobs)
 
@@ -331,30 +357,6 @@ class TieredCache:
         """Write everything that may be written and isn't yet; wait for it at most `timeout_s` seconds."""
         return self.writer.flush(timeout_s)
 
-    def preload(
-        self, budget_bytes: int, timeout_s: float, progress: Callable[[int, int], None] | None = None
-    ) -> tuple[int, int]:
-        """Promote the hottest chunks of the disk tier into free slots, parents first.
-
-        Args:
-            budget_bytes: Most bytes to promote.
-            timeout_s: Longest wait; what is left then goes on in the background, behind
-                whatever requests wait for.
-            progress: Called every few seconds of the wait with (bytes done, bytes in all).
-
-        Returns:
-            (chunks, bytes) that are in DRAM now and were not before.
-        """
-        deadline = time.monotonic() + timeout_s
-        wanted = self._hottest_on_disk(budget_bytes)
-        self.promoter.later(wanted)
-        in_all = self._bytes_of(wanted)
-        while time.monotonic() < deadline and not self.promoter.wait_later(deadline, _PROGRESS_S):
-            if progress is not None:
-                progress(self._bytes_of(c for c in wanted if c.state == READY), in_all)
-        loaded = [chunk for chunk in wanted if chunk.state == READY]
-        return len(loaded), self._bytes_of(loaded)
-
     def background_job(self, chunk: Chunk) -> ReadJob | None:
         """Called by a reading thread that has nothing better to do; None where the chunk needs nothing any more."""
         with self.lock:
@@ -418,10 +420,10 @@ class TieredCache:
                 parent_ok = chunk.parent is None or chunk.parent.slot >= 0
                 if good and parent_ok:
                     chunk.dram_xxh3 = job.xxh3
-                    if job.is_read:
+                    if job.is_fill:
                         self.dram.commit(self._record(chunk))
                     self.residency.ready(chunk)
-                    self.counts["promoted" if job.is_read else "attached"] += 1
+                    self.counts[job.kind] += 1
                     if chunk.hits and self.options.persist in ("auto", "hot"):
                         self.writer.want(chunk)  # hot, and the last engine did not get to write it
                 else:
@@ -437,27 +439,6 @@ class TieredCache:
             self.residency.end_op(slot)
 
     # -- inside ----------------------------------------------------------------------
-
-    def _hottest_on_disk(self, budget_bytes: int) -> list[Chunk]:
-        """What a preload takes: chunks that are only on disk, hottest first, parents first, as far as there is room."""
-        with self.lock:
-            chunks = list(self.residency.index)
-            room = self.residency.num_free
-        cold = [c for c in chunks if c.state == ABSENT and c.shard is not None]
-        cold.sort(key=lambda c: (-self.residency.score(c), c.depth))
-        parents: dict[bytes, bytes | None] = {c.key: c.parent.key if c.parent else None for c in chunks}
-        by_key: dict[bytes, Chunk] = {c.key: c for c in cold}
-        wanted: list[Chunk] = []
-        used = 0
-        for key in prefix_closed((c.key for c in cold), parents):
-            chunk = by_key.get(key)
-            if chunk is None:
-                continue
-            used += self.geometry.chunk_bytes(chunk.tokens)
-            if used > budget_bytes or len(wanted) >= room:
-                break
-            wanted.append(chunk)
-        return wanted
 
     def _bytes_of(self, chunks: Iterable[Chunk]) -> int:
         return sum(self.geometry.chunk_bytes(chunk.tokens) for chunk in chunks)
@@ -482,6 +463,27 @@ class TieredCache:
         return ReadJob(
             chunk=chunk, slot=slot, generation=generation, shard=chunk.shard, offset=chunk.offset, xxh3=chunk.shard_xxh3
         )
+
+    def _fetch_job(self, chain: KeyChain, remote: RemoteChunk, parent: Chunk | None, scope: str) -> ReadJob | None:
+        source = self.remote
+        shielded = [] if parent is None else [parent]
+        self.residency.shield(shielded)
+        slot = self.residency.take_slot(self.writer.is_droppable) if source is not None else None
+        self.residency.unshield(shielded)
+        if source is None or slot is None:
+            return None
+        above = parent if parent is not None else chain.parent_of(0)
+        end = (remote.index + 1) * self._chunk_tokens
+        block_keys = chain.tail_block_keys(remote.index, end)
+        chunk = Chunk(remote.key, above, remote.index, self._chunk_tokens, scope, block_keys)
+        self.residency.index.add(chunk)
+        generation = self.dram.begin(slot)
+        self.residency.occupy(chunk, slot, generation, READING)
+        self.residency.begin_op(slot)
+        return ReadJob(
+            chunk=chunk, slot=slot, generation=generation, shard=None, offset=0, xxh3=source.xxh3(remote.row),
+            row=remote.row, source=source,
+        )  # fmt: skip
 
     def _check_job(self, chunk: Chunk) -> ReadJob:
         chunk.state = READING
@@ -520,26 +522,6 @@ class TieredCache:
             hits=chunk.hits,
             last_use=chunk.last_use,
         )
-
-    def _attach(self) -> None:
-        """Take over what the last owner left in the DRAM file: parents first, whole chains only."""
-        self.residency.take_found_slots({record.slot for record in self.dram.found})
-        chunks: list[Chunk] = []
-        by_key: dict[ChunkKey, Chunk] = {}
-        for record in sorted(self.dram.found, key=lambda r: r.depth):
-            above = by_key.get(record.parent) if record.depth else record.parent
-            if above is None or record.key in by_key:
-                self.dram.free(record.slot)
-                self.residency.give_back(record.slot)
-                continue
-            chunk = Chunk(record.key, above, record.depth, record.tokens, record.scope, record.block_keys)
-            chunk.hits, chunk.last_use, chunk.dram_xxh3 = record.hits, record.last_use, record.xxh3
-            by_key[record.key] = chunk
-            self.residency.occupy(chunk, record.slot, record.generation, UNCHECKED)
-            chunks.append(chunk)
-        self.residency.index.add_all(chunks)
-        self.counts["attach_found"] = len(chunks)
-        self.dram.found = []
 
 
 def _is_usable(chunk: Chunk) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvsnap.index import READY, Chunk
 from kvsnap.layout import Geometry
+from kvsnap.remote import RemoteChunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class Match:
     """In order of position, without gaps."""
     start_tokens: int
     end_tokens: int
+    remote: tuple[RemoteChunk, ...] = ()
+    """Full chunks after the last whole one that only a snapshot has."""
 
     @property
     def num_tokens(self) -> int:
@@ -35,8 +38,8 @@ class Match:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every piece is in DRAM and checked."""
-        return all(piece.chunk.state == READY for piece in self.pieces)
+        """Whether every piece is in DRAM and checked, and nothing more is to be had."""
+        return not self.remote and all(piece.chunk.state == READY for piece in self.pieces)
 
     def ready_part(self, block_tokens: int) -> Match:
         """The leading pieces that are in DRAM and checked."""

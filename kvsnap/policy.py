@@ -36,21 +36,31 @@ class Rates:
     """Measured speeds, for the choice between loading and computing. Zero: not yet measured."""
 
     disk_bytes_per_s: float = 0.0
+    fetch_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
 
     def saw_read(self, nbytes: int, seconds: float) -> None:
         """One promotion of `nbytes` took `seconds`, queueing included."""
         self.disk_bytes_per_s = _blend(self.disk_bytes_per_s, nbytes / max(seconds, 1e-6))
 
+    def saw_fetch(self, nbytes: int, seconds: float) -> None:
+        """One chunk of `nbytes` was fetched from a snapshot in `seconds`."""
+        self.fetch_bytes_per_s = _blend(self.fetch_bytes_per_s, nbytes / max(seconds, 1e-6))
+
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         """One step computed `tokens` prompt tokens in `seconds`."""
         self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, tokens / max(seconds, 1e-6))
 
-    def is_worth_loading(self, nbytes: int, tokens: int) -> bool:
-        """Whether reading `nbytes` is predicted to be faster than computing `tokens` tokens."""
-        if not self.disk_bytes_per_s or not self.prefill_tokens_per_s:
+    def is_worth_loading(self, disk_bytes: int, fetch_bytes: int, tokens: int) -> bool:
+        """Whether reading and fetching these bytes is predicted to be faster than computing `tokens` tokens."""
+        if not self.prefill_tokens_per_s:
             return True
-        return nbytes / self.disk_bytes_per_s <= tokens / self.prefill_tokens_per_s
+        seconds = 0.0
+        for nbytes, rate in ((disk_bytes, self.disk_bytes_per_s), (fetch_bytes, self.fetch_bytes_per_s)):
+            if nbytes and not rate:
+                return True
+            seconds += nbytes / rate if nbytes else 0.0
+        return seconds <= tokens / self.prefill_tokens_per_s
 
 
 def prefix_closed(wanted: Iterable[bytes], parents: Mapping[bytes, bytes | None]) -> list[bytes]:

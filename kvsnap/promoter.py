@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvsnap.errors import StorageError
+from kvsnap.errors import KvsnapError, StorageError
 from kvsnap.index import Chunk
+from kvsnap.remote import RemoteSnapshot
 from kvsnap.runtime import widen_affinity
 from kvsnap.shard import ChunkEntry, checksum
 
@@ -39,10 +40,21 @@ class ReadJob:
     xxh3: bytes
     """The checksum that the bytes must have."""
 
+    row: int = -1
+    """Its row in the snapshot `source`, where it is fetched from there."""
+    source: RemoteSnapshot | None = None
+
     @property
-    def is_read(self) -> bool:
-        """Whether bytes come from disk."""
-        return self.shard is not None
+    def is_fill(self) -> bool:
+        """Whether the slot is filled, and not only checked."""
+        return self.shard is not None or self.source is not None
+
+    @property
+    def kind(self) -> str:
+        """Name of the counter that it moves."""
+        if self.source is not None:
+            return "fetched"
+        return "promoted" if self.shard is not None else "attached"
 
 
 class Promoter:
@@ -136,7 +148,10 @@ class Promoter:
     def _do(self, job: ReadJob) -> None:
         good = False
         try:
-            good = self._read(job) if job.is_read else self._check(job)
+            if job.source is not None:
+                good = self._fetch(job, job.source)
+            else:
+                good = self._read(job) if job.is_fill else self._check(job)
         except Exception as error:  # whatever it is, the slot must come back
             self._warn(type(error).__name__, f"reading chunk {job.chunk.key.hex()[:12]} failed: {error}")
         finally:
@@ -186,6 +201,26 @@ class Promoter:
             if chunk.shard in (None, job.shard) or chunk.shard_xxh3 != job.xxh3:
                 return None
             return replace(job, shard=chunk.shard, offset=chunk.offset)
+
+    def _fetch(self, job: ReadJob, source: RemoteSnapshot) -> bool:
+        views = self._cache.dram.views(job.slot, job.chunk.tokens)
+        started = time.monotonic()
+        try:
+            good = source.read(job.row, views)
+        except KvsnapError as error:
+            self._cache.counts["fetch_errors"] += 1
+            source.answered(good=False)
+            self._warn("fetch", f"{error}; treated as a miss")
+            return False
+        source.answered(good=True)
+        nbytes = sum(view.nbytes for view in views)
+        in_flight = max(1, min(self.num_pending, self._num_threads))
+        self._cache.rates.saw_fetch(nbytes * in_flight, time.monotonic() - started)
+        if not good:
+            self._cache.counts["damaged_fetches"] += 1
+            source.lose(job.row)
+            self._warn("damaged", f"chunk {job.chunk.key.hex()[:12]} of the snapshot is damaged; treated as a miss")
+        return good
 
     def _check(self, job: ReadJob) -> bool:
         good = checksum(self._cache.dram.views(job.slot, job.chunk.tokens)) == job.xxh3

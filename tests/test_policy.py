@@ -34,9 +34,9 @@ class TestRates:
     def test_unmeasured_speeds_load(self) -> None:
         """The first hit after a start must not be declined for want of a number."""
         rates = Rates()
-        assert rates.is_worth_loading(1 << 40, 1)
+        assert rates.is_worth_loading(1 << 40, 0, 1)
         rates.saw_read(1000, 1.0)
-        assert rates.is_worth_loading(1 << 40, 1)
+        assert rates.is_worth_loading(1 << 40, 0, 1)
 
     def test_slower_reading_than_computing_is_declined(self) -> None:
         """B17."""
@@ -44,8 +44,8 @@ class TestRates:
         rates.saw_read(1000, 1.0)
         rates.saw_prefill(100, 1.0)
 
-        assert rates.is_worth_loading(1000, 100)
-        assert not rates.is_worth_loading(1001, 100)
+        assert rates.is_worth_loading(1000, 0, 100)
+        assert not rates.is_worth_loading(1001, 0, 100)
 
     def test_a_measured_speed_follows_slowly(self) -> None:
         """One slow read in a thousand does not turn loading off."""

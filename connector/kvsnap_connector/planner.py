@@ -261,7 +261,7 @@ class Planner:
 
     def _look_up(self, state: RequestState, num_local_tokens: int, limit: int) -> int | None:
         match = self.cache.match(state.chain, num_local_tokens, limit)
-        if match.num_tokens <= 0:
+        if match.num_tokens <= 0 and not match.remote:
             self._miss(state, "not in the tiers")
             return 0
         if not match.is_ready:
@@ -298,7 +298,9 @@ class Planner:
             self._miss(state, "no free slots for promotion")
             return False
         state.rounds += 1
-        if self.cache.promote(cold) == 0 and not self.cache.is_moving(cold):
+        begun = self.cache.promote(cold)
+        begun += self.cache.fetch(state.chain, match.remote, state.scope)
+        if begun == 0 and not self.cache.is_moving(cold):
             self._miss(state, "no free slots for promotion")
             return False
         return True
@@ -307,8 +309,9 @@ class Planner:
         if self._load_policy == "always":
             return True
         nbytes = sum(self.cache.geometry.chunk_bytes(chunk.tokens) for chunk in cold if chunk.slot < 0)
-        ready = match.ready_part(self._block_tokens).num_tokens
-        return self.cache.rates.is_worth_loading(nbytes, match.num_tokens - ready)
+        fetch = sum(chunk.nbytes for chunk in match.remote)
+        tokens = match.num_tokens - match.ready_part(self._block_tokens).num_tokens
+        return self.cache.rates.is_worth_loading(nbytes, fetch, tokens + len(match.remote) * self._chunk_tokens)
 
     def _probe(self, cold: Sequence[Chunk], now: float) -> None:
         """Read one chunk now and then although it is slow, to notice when it no longer is."""

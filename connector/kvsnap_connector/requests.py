@@ -93,3 +93,4 @@ class RequestState:
         for piece in match.pieces:
             if piece.chunk.slot < 0:
                 self.from_disk.add(piece.chunk.key)
+        self.from_disk.update(chunk.key for chunk in match.remote)  # vLLM knows no source further away

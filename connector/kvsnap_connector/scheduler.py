@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,12 +19,14 @@ from kvsnap.config import Config, parse_size
 from kvsnap.control import ControlServer
 from kvsnap.errors import ConfigError, KvsnapError, StorageError
 from kvsnap.namespace import Namespace
-from kvsnap.runtime import process_start_time, runtime_dir
+from kvsnap.preload import preload
+from kvsnap.runtime import process_start_time, runtime_dir, widen_affinity
+from kvsnap.tiers.disk import DiskTier
 from kvsnap.tiers.dram import TierInfo
 from kvsnap.tiers.engines import EngineRecord, remove_record
 from kvsnap_connector.metadata import StepPlan, WorkerReport
 from kvsnap_connector.planner import Planner, Scheduled
-from kvsnap_connector.snapshot import import_at_start
+from kvsnap_connector.snapshot import import_into, open_remote
 from kvsnap_connector.tiers import dram_budget, open_cache
 
 _MIB = 1 << 20
@@ -106,7 +109,7 @@ class SchedulerHalf:
         try:
             self.cache.start()
             if self._config.snapshot is not None:
-                self._import_snapshot(self._config.snapshot)
+                self._use_snapshot(self._config.snapshot)
             self._preload()
             self._log_start()
             self._open_control()
@@ -168,19 +171,38 @@ class SchedulerHalf:
 
     # -- start-up --------------------------------------------------------------------
 
-    def _import_snapshot(self, url: str) -> None:
-        disk = self.cache.disk
+    def _use_snapshot(self, url: str) -> None:
+        """Import now; or, with `preload: background`, serve from the snapshot while it is imported."""
         try:
-            if disk is None:
+            if self.cache.disk is None:
                 raise StorageError("the disk tier is off, and that is where a snapshot goes")
-            self._log.info("kvsnap: snapshot %s: %s", url, import_at_start(url, disk))
+            if self._config.preload == "background":
+                self.cache.remote = open_remote(url, self.cache.disk)
+                self._log.info("kvsnap: snapshot %s: serving from it while it is imported", url)
+                threading.Thread(target=self._import_later, args=(url,), name="kvsnap-import", daemon=True).start()
+            else:
+                self._import(url, self.cache.disk)
         except (KvsnapError, OSError) as error:
             if self._config.snapshot_required:
                 raise ConfigError(f"snapshot {url} can't be used, and snapshot_required is set: {error}") from error
             self._log.warning("kvsnap: snapshot %s can't be used, starting without it: %s", url, error)
-            return
+
+    def _import(self, url: str, disk: DiskTier) -> None:
+        self._log.info("kvsnap: snapshot %s: %s", url, import_into(url, disk))
         self.cache.writer.read_directory()
-        self.cache.shards.apply_usage(disk.load_usage())
+        usage = disk.load_usage()
+        with self.cache.lock:
+            self.cache.shards.apply_usage(usage)
+
+    def _import_later(self, url: str) -> None:
+        widen_affinity()
+        try:
+            if self.cache.disk is not None:
+                self._import(url, self.cache.disk)
+                self._preload()
+                self.cache.remote = None
+        except Exception as error:  # what is there is a valid part; the rest is still fetched chunk by chunk
+            self._log.warning("kvsnap: the import of %s stopped: %s; chunks are fetched one by one", url, error)
 
     def _preload(self) -> None:
         config = self._config
@@ -201,7 +223,7 @@ class SchedulerHalf:
                 done / took / 1e9,
             )
 
-        chunks, nbytes = self.cache.preload(most, seconds, progress)
+        chunks, nbytes = preload(self.cache, most, seconds, progress)
         took = max(time.monotonic() - started, 1e-6)
         if chunks:
             self._log.info(

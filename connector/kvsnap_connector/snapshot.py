@@ -1,27 +1,51 @@
-"""Imports the configured snapshot into the disk tier before the engine is ready."""
+"""The configured snapshot: imported into the disk tier before the engine is ready, or served from meanwhile."""
 
 from __future__ import annotations
 
 from kvsnap.errors import ConfigError
+from kvsnap.remote import RemoteSnapshot
 from kvsnap.tiers.disk import DiskTier
 
+# Snapshots need pyarrow, which an engine without one never loads: imports are in the functions.
 
-def import_at_start(url: str, tier: DiskTier) -> str:
+
+def import_into(url: str, tier: DiskTier) -> str:
     """Import `url` (`URL@ref`) into the engine's own disk tier; returns a line for the log.
 
     Raises:
         IncompatibleError: made for another engine; names the fields that differ.
         KvsnapError: it can't be read, or is damaged.
     """
-    # Imported here: snapshots need pyarrow, which an engine without one never loads.
-    from kvsnap.repository import split_snapshot_url
     from kvsnap.snapshot_import import import_snapshot
 
-    repository, ref = split_snapshot_url(url)
-    if ref is None:
-        raise ConfigError(f"snapshot {url} names no ref or id; write it as URL@ref")
+    repository, ref = _split(url)
     report = import_snapshot(repository, ref, tier.cache_dir, expect=tier.ns, tier=tier)
     return (
         f"{report.num_chunks} of {report.total_chunks} chunks are here "
         f"({report.imported_shards} shards, {report.imported_bytes >> 20} MiB imported now)"
     )
+
+
+def open_remote(url: str, tier: DiskTier) -> RemoteSnapshot:
+    """Read the manifest and the catalog of `url`, and serve single chunks from it.
+
+    Raises: as `import_into`.
+    """
+    from kvsnap.engines import check_expected
+    from kvsnap.repository import Repository, shard_name
+
+    url, ref = _split(url)
+    repository = Repository.open(url)
+    manifest = repository.manifest(repository.resolve(ref))
+    check_expected(manifest.namespace, tier.ns, f"snapshot {ref}")
+    names = [shard_name(shard.digest) for shard in manifest.shards]
+    return RemoteSnapshot(repository.storage, names, repository.catalog(manifest))
+
+
+def _split(url: str) -> tuple[str, str]:
+    from kvsnap.repository import split_snapshot_url
+
+    repository, ref = split_snapshot_url(url)
+    if ref is None:
+        raise ConfigError(f"snapshot {url} names no ref or id; write it as URL@ref")
+    return repository, ref

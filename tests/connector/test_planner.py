@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvsnap.cache import CacheOptions
+from kvsnap.preload import preload
 from tests.connector.toy_engine import ToyEngine, request
 from tests.disk_fakes import make_namespace
 
@@ -465,7 +466,7 @@ def test_preload_goes_on_when_its_time_is_up(start: Start) -> None:
     engine.cache.flush(10.0)
     engine.cache.clear("dram")
 
-    engine.cache.preload(1 << 30, 0.0)
+    preload(engine.cache, 1 << 30, 0.0)
 
     wait_for(lambda: sum(c.slot >= 0 for c in engine.cache.residency.index) == 8)
 
