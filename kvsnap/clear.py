@@ -91,7 +91,7 @@ def _clear_dram(cache_dir: Path, dram_dir: Path, ns: Namespace, report: ClearRep
     for info in dram_files(cache_dir, dram_dir, [ns]):
         if info.owner_alive or info.workers_alive:
             continue  # its engine has cleared it, or a worker that outlives its engine still writes to it
-        if report.dry_run or dram_lock._remove(Path(info.path)):
+        if report.dry_run or dram_lock.remove_file(Path(info.path)):
             report.dram_files += 1
             report.dram_bytes += info.bytes
             report.dram_chunks += info.chunks

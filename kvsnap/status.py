@@ -55,6 +55,10 @@ class NamespaceStatus:
     """Shards whose header is wrong."""
     quarantined_shards: int
     quarantined_bytes: int
+    is_used: bool
+    """Whether an engine or a job uses it now; else it gives way when room is needed (`kvsnap prune` removes it)."""
+    last_use: float
+    """Unix time [s]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,9 @@ class DramFileStatus:
     nbytes: int
     """What it takes in memory."""
     is_used: bool
-    """Whether an engine or a worker holds it."""
+    """Whether an engine or a worker holds it; else the next engine of its namespace takes it over."""
+    last_use: float
+    """Unix time [s]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,9 @@ class StatusReport:
     engines: tuple[EngineStatus, ...]
     namespaces: tuple[NamespaceStatus, ...]
     dram_files: tuple[DramFileStatus, ...]
-    """Of this directory's namespaces."""
+    """Of this directory."""
+    other_dram_files: tuple[DramFileStatus, ...]
+    """Of this user's other cache directories, those that nobody holds."""
 
 
 def read_status(cache_dir: Path, *, dram_dir: Path = DRAM_DIR, timeout_s: float = STATUS_TIMEOUT_S) -> StatusReport:
@@ -98,6 +106,7 @@ def read_status(cache_dir: Path, *, dram_dir: Path = DRAM_DIR, timeout_s: float 
         raise NotFoundError(f"there is no directory {cache_dir}")
     recorded = quota.read_marker(cache_dir)
     namespaces = paths.open_namespaces(cache_dir)
+    in_memory = dram_lock.list_dram_files(dram_dir)
     return StatusReport(
         cache_dir=str(cache_dir),
         cap_bytes=recorded or quota.default_cap(cache_dir),
@@ -105,7 +114,10 @@ def read_status(cache_dir: Path, *, dram_dir: Path = DRAM_DIR, timeout_s: float 
         used_bytes=quota.Meter(cache_dir).used_bytes(),
         engines=tuple(_ask_all(cache_dir, timeout_s)),
         namespaces=tuple(_namespace_status(directory, ns) for directory, ns in namespaces),
-        dram_files=tuple(_dram_status(info) for info in dram_files(cache_dir, dram_dir, (ns for _, ns in namespaces))),
+        dram_files=tuple(_dram_status(info) for info in in_memory if info.is_of(cache_dir)),
+        other_dram_files=tuple(
+            _dram_status(info) for info in in_memory if not info.is_used and not info.is_of(cache_dir)
+        ),
     )
 
 
@@ -154,6 +166,8 @@ def _namespace_status(directory: Path, ns: Namespace) -> NamespaceStatus:
         damaged_shards=len(scan.damaged),
         quarantined_shards=len(quarantined),
         quarantined_bytes=sum(paths.real_bytes(entry) for entry in quarantined),
+        is_used=quota.is_used(directory),
+        last_use=quota.last_use(directory),
     )
 
 
@@ -163,5 +177,6 @@ def _dram_status(info: dram_lock.DramFileInfo) -> DramFileStatus:
         namespace=info.namespace_id,
         num_chunks=info.chunks,
         nbytes=info.bytes,
-        is_used=info.owner_alive or info.workers_alive,
+        is_used=info.is_used,
+        last_use=info.last_use,
     )

@@ -22,6 +22,7 @@ from kvsnap_jobs.flush_cmd import flush
 from kvsnap_jobs.import_cmd import import_
 from kvsnap_jobs.list_cmd import list_
 from kvsnap_jobs.options import EXIT_FAILED, EXIT_PROBLEMS
+from kvsnap_jobs.prune_cmd import prune
 from kvsnap_jobs.show_cmd import show
 from kvsnap_jobs.status_cmd import status
 from kvsnap_jobs.verify_cmd import verify
@@ -65,5 +66,5 @@ def main(verbose: bool) -> None:
     logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
 
 
-for _command in (clear, export, flush, import_, list_, show, status, verify, warmup):
+for _command in (clear, export, flush, import_, list_, prune, show, status, verify, warmup):
     main.add_command(_command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +49,21 @@ class SnapshotUrlType(click.ParamType[tuple[str, str]]):
         return url, ref
 
 
+class AgeType(click.ParamType[float]):
+    """How long ago, in seconds: `30d`, `12h`, `2w`, or a number of seconds."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is no age, expected e.g. 30d, 12h or 90s", param, ctx)
+        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
+
+
+AGE = AgeType()
 SIZE = SizeType()
 SNAPSHOT_URL = SnapshotUrlType()
 

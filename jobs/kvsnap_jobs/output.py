@@ -49,6 +49,11 @@ def size_text(nbytes: int) -> str:
     raise AssertionError("unreachable")
 
 
+def time_text(unix_s: float) -> str:
+    """A point in time for people, local: `2026-05-01 14:03`."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
+
+
 class ProgressBar:
     """A bar on stderr, if that is a terminal and the work takes longer than a second."""
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from kvsnap.status import StatusReport, read_status
+from kvsnap.status import DramFileStatus, StatusReport, read_status
 from kvsnap_jobs.options import cache_dir_option, dram_dir_option, json_option
-from kvsnap_jobs.output import print_facts, print_json, size_text
+from kvsnap_jobs.output import print_facts, print_json, size_text, time_text
 
 
 @click.command()
@@ -21,7 +21,7 @@ def status(cache_dir: Path, dram_dir: Path, as_json: bool) -> None:
 
     Live engines answer for themselves (tiers, hits, counters); of the rest the files
     are looked at: namespaces, chunks, bytes, quarantine, the cap and the real bytes
-    used, DRAM tiers that wait for their engine. Changes nothing.
+    used, DRAM tiers that wait for their engine, and namespaces that nobody uses. Changes nothing.
 
     \b
     Exit status:
@@ -54,12 +54,22 @@ def _print_text(report: StatusReport) -> None:
                 ("shards", f"{ns.num_shards}, {size_text(ns.shard_bytes)}"),
                 ("damaged", f"{ns.damaged_shards} shards" if ns.damaged_shards else None),
                 ("quarantine", _quarantine(ns.quarantined_shards, ns.quarantined_bytes)),
+                ("last use", time_text(ns.last_use)),
+                ("unused", None if ns.is_used else "gives way when room is needed"),
             ),
             indent="  ",
         )
     for file in report.dram_files:
         click.echo(f"\nDRAM file {file.path}, {'in use' if file.is_used else 'at rest'}")
-        print_facts((("chunks", file.num_chunks), ("memory", size_text(file.nbytes))), indent="  ")
+        _print_dram(file)
+    for file in report.other_dram_files:
+        click.echo(f"\nDRAM file {file.path}, of another cache directory, without an owner")
+        _print_dram(file)
+
+
+def _print_dram(file: DramFileStatus) -> None:
+    facts = (("chunks", file.num_chunks), ("memory", size_text(file.nbytes)), ("last use", time_text(file.last_use)))
+    print_facts(facts, indent="  ")
 
 
 def _quarantine(count: int, nbytes: int) -> str | None:

@@ -29,7 +29,7 @@ from kvsnap.keys import ChunkKey
 from kvsnap.layout import Geometry
 from kvsnap.runtime import process_start_time
 from kvsnap.tiers import dram_file as f
-from kvsnap.tiers.dram_lock import Claim, base_name, claim, hold_workers_lock
+from kvsnap.tiers.dram_lock import Claim, base_name, claim, hold_workers_lock, remove_for_room
 
 log = logging.getLogger(__name__)
 _PREFAULT_PIECE = 8 << 20
@@ -120,10 +120,17 @@ class DramTier:
 
     @classmethod
     def _take(cls, held: Claim, namespace_id: str, geometry: Geometry, budget_bytes: int, ranks: int) -> DramTier:
-        present = os.fstat(held.fd).st_blocks * 512
-        room = os.statvfs(held.path.parent)
-        available = present + room.f_bavail * room.f_frsize
+        available = _available(held)
         messages = []
+        if budget_bytes > available:
+            own_base = held.path.name.rpartition("-")[0]
+            removed = remove_for_room(held.path.parent, budget_bytes - available, own_base)
+            messages += [
+                f"removed {gone.path} to make room for this DRAM tier: nobody owned it, {gone.chunks} chunks, "
+                f"{gone.bytes} bytes, last used {time.strftime('%Y-%m-%d %H:%M', time.localtime(gone.last_use))}"
+                for gone in removed
+            ]
+            available = _available(held)
         if budget_bytes > available:
             messages.append(
                 f"{held.path.parent} has {available} bytes free, dram asks for {budget_bytes}: smaller tier"
@@ -404,6 +411,12 @@ class DramRegion:
         else:
             weakref.finalize(self._map.mm, _close_all, self._fds)
         self._fds = ()
+
+
+def _available(held: Claim) -> int:
+    """Bytes that the file may have: those it has, and those free beside it."""
+    room = os.statvfs(held.path.parent)
+    return os.fstat(held.fd).st_blocks * 512 + room.f_bavail * room.f_frsize
 
 
 def _shape(namespace_id: str, geometry: Geometry, budget_bytes: int, ranks: int) -> f.DramShape:

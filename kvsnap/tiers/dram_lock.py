@@ -23,7 +23,7 @@ import numpy as np
 
 from kvsnap.errors import CorruptChunkError, NotFoundError, StorageError
 from kvsnap.runtime import process_start_time
-from kvsnap.tiers.dram_file import PAGE, STATE, VALID, decode_owner, read_header
+from kvsnap.tiers.dram_file import LAST_USE, PAGE, STATE, VALID, decode_owner, read_header
 
 PREFIX = "kvsnap-"
 WORKERS_SUFFIX = ".workers"
@@ -135,7 +135,17 @@ class DramFileInfo:
     chunks: int
     """Valid slots."""
     last_use: float
-    """Modification time, seconds since the epoch."""
+    """Of the file or a chunk in it, seconds since the epoch."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether an engine or a worker holds it."""
+        return self.owner_alive or self.workers_alive
+
+    def is_of(self, cache_dir: Path) -> bool:
+        """Whether it was made for this cache directory, be its namespace still there or not."""
+        base = Path(self.path).name.rpartition("-")[0]
+        return bool(self.namespace_id) and base == base_name(cache_dir, self.namespace_id)
 
 
 def list_dram_files(dram_dir: Path) -> list[DramFileInfo]:
@@ -147,14 +157,29 @@ def remove_ownerless(dram_dir: Path, *, dry_run: bool = False, namespace_id: str
     """Delete files that neither an engine nor a worker holds; returns what went (or would go)."""
     gone = []
     for info in list_dram_files(dram_dir):
-        if info.owner_alive or info.workers_alive or (namespace_id and info.namespace_id != namespace_id):
+        if info.is_used or (namespace_id and info.namespace_id != namespace_id):
             continue
-        if dry_run or _remove(Path(info.path)):
+        if dry_run or remove_file(Path(info.path)):
             gone.append(info)
     return gone
 
 
-def _remove(path: Path) -> bool:
+def remove_for_room(dram_dir: Path, missing_bytes: int, own_base: str) -> list[DramFileInfo]:
+    """Delete files that nobody holds until `missing_bytes` more are free; returns what went.
+
+    Oldest use first; those of `own_base`, which an engine of this server may be about to attach, last.
+    """
+    gone: list[DramFileInfo] = []
+    for info in sorted(list_dram_files(dram_dir), key=lambda info: Path(info.path).name.startswith(own_base + "-")):
+        if sum(file.bytes for file in gone) >= missing_bytes:
+            break
+        if not info.is_used and info.bytes and remove_file(Path(info.path)):
+            gone.append(info)
+    return gone
+
+
+def remove_file(path: Path) -> bool:
+    """Delete one file, if neither an engine nor a worker holds it; whether it went."""
     workers = _workers_path(path)
     try:
         fd = _open_own(path, create=False)
@@ -197,13 +222,15 @@ def _infos(dram_dir: Path) -> Iterator[DramFileInfo]:
 
 def _info(path: Path, fd: int) -> DramFileInfo:
     status = os.fstat(fd)
-    namespace, chunks = "", 0
+    namespace, chunks, last_use = "", 0, status.st_mtime  # what is written through a mapping doesn't show in the latter
     with suppress(CorruptChunkError):
         shape, _ = read_header(fd)
         namespace = shape.namespace.hex()
         table = os.pread(fd, shape.num_slots * shape.record_bytes, shape.table_offset)
         states = np.ndarray((shape.num_slots,), "<u4", table, STATE, (shape.record_bytes,))
         chunks = int((states == VALID).sum())
+        uses = np.ndarray((shape.num_slots,), "<f8", table, LAST_USE, (shape.record_bytes,))
+        last_use = max(last_use, float(uses[states == VALID].max(initial=0.0)))
     return DramFileInfo(
         path=str(path),
         bytes=status.st_blocks * 512,
@@ -211,7 +238,7 @@ def _info(path: Path, fd: int) -> DramFileInfo:
         workers_alive=_path_is_locked(_workers_path(path)),
         namespace_id=namespace,
         chunks=chunks,
-        last_use=status.st_mtime,
+        last_use=last_use,
     )
 
 

@@ -79,6 +79,11 @@ def is_live(record: EngineRecord, namespace_dir: Path) -> bool:
     return bool(record.writer) and writers.is_alive(namespace_dir / paths.TEMPORARY / record.writer)
 
 
+def dead_records(namespace_dir: Path) -> list[Path]:
+    """Record files of engines that don't live any more, and unreadable ones."""
+    return [path for path, record in _read(namespace_dir) if record is None or not is_live(record, namespace_dir)]
+
+
 def live_engines(cache_dir: Path, *, remove_dead: bool = True) -> list[EngineRecord]:
     """The live engines of all namespaces of a cache directory; records of dead ones, and unreadable ones, are removed.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -130,32 +131,40 @@ def reclaim_foreign(cache_dir: Path, own: Path, wanted_bytes: int) -> int:
     a namespace announce themselves.
     """
     freed = 0
-    unused = [
-        directory for directory in paths.namespace_dirs(cache_dir) if directory != own and not _is_used(directory)
-    ]
-    for directory in sorted(unused, key=_last_use):
+    unused = [directory for directory in paths.namespace_dirs(cache_dir) if directory != own and not is_used(directory)]
+    for directory in sorted(unused, key=last_use):
         if freed >= wanted_bytes:
             break
-        before = freed
-        shards = [e for e in paths.entries(directory / paths.SHARDS) if paths.shard_id_of(e.name) is not None]
-        for entry in sorted(shards, key=_mtime, reverse=True):
-            if freed >= wanted_bytes:
-                break
-            freed += paths.remove_file(entry)
-        else:
-            freed += _remove_namespace(directory)
-        log.warning("kvsnap: removed %d bytes of the unused namespace %s to make room", freed - before, directory.name)
+        gone = remove_namespace(directory, wanted_bytes - freed)
+        freed += gone
+        log.warning("kvsnap: removed %d bytes of the unused namespace %s to make room", gone, directory.name)
     return freed
 
 
-def _is_used(directory: Path) -> bool:
+def remove_namespace(directory: Path, wanted_bytes: float = math.inf) -> int:
+    """Remove a namespace's shards, newest first, until `wanted_bytes` are free, and with the last one all the rest.
+
+    Foreign files in it stay, and so does then the directory. Only while holding the directory lock. Returns the real
+    bytes freed.
+    """
+    freed = 0
+    shards = [e for e in paths.entries(directory / paths.SHARDS) if paths.shard_id_of(e.name) is not None]
+    for entry in sorted(shards, key=_mtime, reverse=True):
+        if freed >= wanted_bytes:
+            return freed
+        freed += paths.remove_file(entry)
+    return freed + _remove_rest(directory)
+
+
+def is_used(directory: Path) -> bool:
+    """Whether an engine or a job that writes uses the namespace in `directory`."""
     return any(writers.is_alive(writer) for writer in writers.writers(directory)) or any(
         engines.is_live(record, directory) for record in engines.read_records(directory)
     )
 
 
-def _last_use(directory: Path) -> float:
-    """The last write, start or end of a user; not the last removal of a shard, which is ours."""
+def last_use(directory: Path) -> float:
+    """The last write, start or end of a user, Unix time; not the last removal of a shard, which is ours."""
     shards = [entry for entry in paths.entries(directory / paths.SHARDS) if paths.shard_id_of(entry.name) is not None]
     traces = [_mtime(directory / name) for name in (paths.USAGE, paths.TEMPORARY, paths.NAMESPACE)]
     return max(traces + [_mtime(entry) for entry in shards])
@@ -168,8 +177,7 @@ def _mtime(path: Path | os.DirEntry[str]) -> float:
         return 0.0
 
 
-def _remove_namespace(directory: Path) -> int:
-    """Remove the rest of a namespace without shards; foreign files in it stay, and so does then the directory."""
+def _remove_rest(directory: Path) -> int:
     freed = writers.sweep(directory)
     for entry in paths.entries(directory / paths.QUARANTINE):
         if paths.is_own_file(entry.name):

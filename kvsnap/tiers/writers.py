@@ -173,11 +173,15 @@ def writers(namespace_dir: Path) -> list[Path]:
 
 def sweep(namespace_dir: Path) -> int:
     """Remove what dead writers left (D10); returns the real bytes freed. Only while holding the directory lock."""
-    freed = 0
-    for writer in writers(namespace_dir):
-        if not is_alive(writer):
-            freed += _remove_writer(writer)
-            log.info("kvsnap: removed what a dead writer left in %s", writer)
+    return sum(remove_dead(writer) for writer in writers(namespace_dir))
+
+
+def remove_dead(writer: Path) -> int:
+    """Remove what a writer left, if it is dead; returns the real bytes freed. Only while holding the directory lock."""
+    if is_alive(writer):
+        return 0
+    freed = _remove_writer(writer)
+    log.info("kvsnap: removed what a dead writer left in %s", writer)
     return freed
 
 

@@ -1,0 +1,75 @@
+"""kvsnap prune"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvsnap.cache_prune import CachePruneReport, prune_cache
+from kvsnap_jobs.options import AGE, EXIT_FAILED, cache_dir_option, dram_dir_option, json_option
+from kvsnap_jobs.output import print_json, print_table, size_text, time_text
+
+
+@click.command()
+@click.argument("url", metavar="[URL]", required=False)
+@cache_dir_option(required=False)
+@click.option(
+    "--unused-for", "unused_for_s", type=AGE, default="30d", show_default=True, metavar="AGE",
+    help="With --cache-dir: what nobody has used for so long goes, as 30d or 12h.",
+)  # fmt: skip
+@dram_dir_option
+@click.option("--all-dram", is_flag=True, help="With --cache-dir: also DRAM files of your other cache directories.")
+@click.option("--dry-run", is_flag=True, help="Show what would go; remove nothing.")
+@json_option
+def prune(
+    url: str | None,
+    cache_dir: Path | None,
+    unused_for_s: float,
+    dram_dir: Path,
+    all_dram: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Remove what nobody needs any more.
+
+    With --cache-dir: namespaces (of models, dtypes or layouts that no engine serves any
+    more) and DRAM files without an owner, both when unused for long enough; quarantined
+    shards; what dead writers and engines left. Never anything that a live engine uses.
+    Lists all of it with size and last use, also what stays, and why.
+
+    \b
+    Exit status:
+      0  done (or with --dry-run: shown)
+      1  it could not be done (no such directory, no access, something did not go)
+      2  wrong usage
+    """
+    if (url is None) == (cache_dir is None):
+        raise click.UsageError("name either a repository (URL) or a cache directory (--cache-dir DIR)")
+    if cache_dir is None:
+        raise click.UsageError("pruning a repository is not there yet; name a cache directory (--cache-dir DIR)")
+    report = prune_cache(
+        cache_dir, unused_for_s=unused_for_s, dram_dir=dram_dir, all_dram=all_dram, dry_run=dry_run
+    )  # fmt: skip
+    if as_json:
+        print_json(report)
+    else:
+        _print_cache(report)
+    if report.failed:
+        for path in report.failed:
+            click.echo(f"kvsnap: {path} is still there: in use by now, or no permission", err=True)
+        click.get_current_context().exit(EXIT_FAILED)
+
+
+def _print_cache(report: CachePruneReport) -> None:
+    if report.items:
+        rows = [
+            (
+                ("would go" if report.dry_run else "removed") if item.goes else "stays",
+                item.kind, size_text(item.nbytes), time_text(item.last_use), item.why, item.path,
+            )
+            for item in report.items
+        ]  # fmt: skip
+        print_table(("", "what", "size", "last use", "why", "path"), rows)
+    count = sum(item.goes for item in report.items) - len(report.failed)
+    click.echo(f"{'would remove' if report.dry_run else 'removed'} {count} things, {size_text(report.freed_bytes)}")
