@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvsnap.direct_io import is_cached
 from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError, StorageError
 from kvsnap.keys import ChunkKey, root_key
 from kvsnap.namespace import Namespace
@@ -86,7 +87,7 @@ def read_usage(directory: Path) -> dict[ChunkKey, tuple[int, float]]:
 
 @contextmanager
 def open_shard(path: Path, *, direct: bool = False) -> Iterator[int]:
-    """A file descriptor of a shard; with `direct` for reading past the page cache, where that works.
+    """A file descriptor of a shard; with `direct` for reading past the page cache, unless it lies there already.
 
     Raises:
         NotFoundError: it has vanished.
@@ -94,7 +95,7 @@ def open_shard(path: Path, *, direct: bool = False) -> Iterator[int]:
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        if direct:
+        if direct and not is_cached(fd, os.fstat(fd).st_size):
             set_direct(fd, True)
     except FileNotFoundError:
         raise NotFoundError(f"shard {path} has vanished") from None

@@ -98,14 +98,63 @@ def choose_shards(
     return ShardChoice(tuple(taken), live, used)
 
 
+@dataclass(frozen=True, slots=True)
+class ShardPart:
+    """The start of a shard, up to the end of its last chunk that is wanted."""
+
+    shard: int
+    rows: I64
+    """What is wanted of it, in order of place."""
+    nbytes: int
+    """From the start of the file."""
+
+
+def choose_part(
+    order: Sequence[int],
+    rows: Sequence[I64],
+    offset: I64,
+    nbytes: I64,
+    parent_row: I64,
+    live: Mask,
+    *,
+    room: int,
+) -> ShardPart | None:
+    """What to take of the first shard in `order` whose start, with a chunk of use in it, fits into `room` bytes.
+
+    Args:
+        order: Shards that aren't taken, hottest first.
+        rows: For each shard its rows, in order of place.
+        live: For each row whether it is had already with all its ancestors.
+    """
+    for i in order:
+        wanted: dict[int, None] = {}
+        for row in rows[i].tolist():
+            if offset[row] + nbytes[row] > room:
+                break
+            parent = int(parent_row[row])
+            if parent < 0 or live[parent] or parent in wanted:
+                wanted[row] = None
+        if wanted:
+            last = next(reversed(wanted))
+            return ShardPart(i, np.array(list(wanted), np.int64), int(offset[last] + nbytes[last]))
+    return None
+
+
+def shards_needed_by(rows: I64, shard: I64, parent_row: I64) -> list[int]:
+    """The shards that hold parents of the chunks in `rows`, their own included."""
+    parents = parent_row[rows]
+    found: list[int] = np.unique(shard[parents[parents >= 0]]).tolist()
+    return found
+
+
 def _needed_shards(shard: I64, parent_row: I64, count: int) -> list[list[int]]:
     """For each shard the other shards that hold parents of its chunks."""
     inner = parent_row >= 0
-    pairs = np.stack([shard[inner], shard[parent_row[inner]]], axis=1)
-    pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
+    child, parent = shard[inner], shard[parent_row[inner]]
+    pairs = np.unique((child * count + parent)[child != parent])
     needs: list[list[int]] = [[] for _ in range(count)]
-    for child, parent in pairs.tolist():
-        needs[child].append(parent)
+    for pair in pairs.tolist():
+        needs[pair // count].append(pair % count)
     return needs
 
 

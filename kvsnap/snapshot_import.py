@@ -2,9 +2,10 @@
 
 Everything that can be known beforehand is checked before anything is touched: manifest
 and catalog by their digests, the engines that use the directory, presence and size of
-the shards. Then shard by shard, parents first and hottest first: copied, hashed and
-checked under a temporary name, and only then linked into place. When it stops half-way,
-what is there is a valid part, and repeating it goes on from there.
+the shards. Then shard by shard, hottest first, but parents before their children: each is one
+request, and is copied, hashed and checked under a temporary name, and only then linked
+into place (`kvsnap.import_run`). When it stops half-way, what is there is a valid part, and
+repeating it goes on from there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +21,21 @@ import numpy as np
 from kvsnap.catalog import Catalog
 from kvsnap.engines import check_expected, check_live_engines
 from kvsnap.errors import CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
-from kvsnap.fetch import ShardFetcher, ShardTarget
+from kvsnap.fetch import ShardFetcher
+from kvsnap.import_run import ImportRun, ImportUnit
 from kvsnap.local_shards import live_entries, scan_shards
 from kvsnap.manifest import Digest, Manifest
 from kvsnap.namespace import Namespace
-from kvsnap.plan import I64, choose_shards, live_rows
+from kvsnap.plan import I64, Mask, choose_part, choose_shards, live_rows
 from kvsnap.repository import Repository, shard_name
+from kvsnap.storage import RefusedError, Storage
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.transfer import Progress
 
 log = logging.getLogger(__name__)
+
+MAX_LISTED = 20_000
+"""Shards of a repository that are looked at beforehand; of the others it shows when they are fetched."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,10 +55,13 @@ class ImportReport:
     total_bytes: int
     chosen_shards: int = 0
     """Shards that `max_bytes` allows."""
+    is_last_in_part: bool = False
+    """Of the last of these only the start is taken, as `max_bytes` demands."""
     present_shards: int = 0
     """Of these, shards whose chunks were all there already."""
     imported_shards: int = 0
     imported_bytes: int = 0
+    """Bytes of shards fetched."""
     num_chunks: int = 0
     """Chunks of the snapshot that are there now, with all their ancestors."""
     num_tokens: int = 0
@@ -65,7 +75,7 @@ class ImportReport:
 
 
 def import_snapshot(
-    url: str,
+    url: str | Storage,
     ref: str,
     cache_dir: Path,
     *,
@@ -109,7 +119,7 @@ def import_snapshot(
 
     report = ImportReport(
         snapshot=snapshot,
-        url=url,
+        url=repository.url,
         directory=str(cache_dir / ns.dirname),
         namespace=ns.id(),
         total_shards=len(manifest.shards),
@@ -118,15 +128,16 @@ def import_snapshot(
         engines=[record.engine_id for record in engines],
     )
     plan = _Plan(manifest, catalog, max_bytes)
-    report.chosen_shards = len(plan.chosen)
-    present = _present(cache_dir / ns.dirname, ns, catalog, plan)
+    report.chosen_shards = len(plan.units)
+    report.is_last_in_part = any(unit.is_part for unit in plan.units)
+    present = _present(cache_dir / ns.dirname, ns, plan)
     report.present_shards = len(present)
-    missing = [i for i in plan.chosen if i not in present]
+    missing = [unit for unit in plan.units if unit.shard not in present]
     usable = _check_stored(repository, manifest, missing, report, allow_partial=allow_partial)
     if dry_run:
         report.imported_shards = len(usable)
-        report.imported_bytes = sum(manifest.shards[i].nbytes for i in usable)
-        plan.count(report, present | set(usable))
+        report.imported_bytes = sum(unit.nbytes for unit in usable)
+        plan.count(report, present | {unit.shard for unit in usable})
         return report
     if not usable:
         plan.count(report, present)
@@ -141,25 +152,54 @@ def import_snapshot(
 
 
 class _Plan:
-    """Which shards to have, in which order, and what a set of them is worth."""
+    """What to have, in which order, and what a set of it is worth."""
 
     def __init__(self, manifest: Manifest, catalog: Catalog, max_bytes: int | None) -> None:
         self.manifest = manifest
         self.catalog = catalog
-        self.rows: list[I64] = catalog.rows_of_shards(len(manifest.shards))
+        num_shards = len(manifest.shards)
+        rows: list[I64] = catalog.rows_of_shards(num_shards)
         choice = choose_shards(
-            range(len(manifest.shards)),
+            range(num_shards),
             [shard.nbytes for shard in manifest.shards],
             catalog.shard,
             catalog.parent_row,
             catalog.depth,
             max_bytes=max_bytes,
         )
-        self.chosen = [i for i in choice.shards if len(self.rows[i])]
+        self.units = [
+            ImportUnit(shard=i, rows=rows[i], nbytes=manifest.shards[i].nbytes, is_part=False)
+            for i in choice.shards
+            if len(rows[i])
+        ]
+        """Parents first, else hottest first."""
+        self._is_wanted = np.zeros(len(catalog), np.bool_)
+        for unit in self.units:
+            self._is_wanted[unit.rows] = True
+        if max_bytes is not None:
+            taken = set(choice.shards)
+            part = choose_part(
+                [i for i in range(num_shards) if i not in taken],
+                rows,
+                catalog.offset,
+                catalog.nbytes,
+                catalog.parent_row,
+                choice.live,
+                room=max_bytes - choice.nbytes,
+            )
+            if part is not None:
+                self.units.append(ImportUnit(shard=part.shard, rows=part.rows, nbytes=part.nbytes, is_part=True))
+                self._is_wanted[part.rows] = True
 
-    def live(self, shards: set[int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """For each row whether it and all its ancestors are in `shards`."""
-        return live_rows(self.catalog.parent_row, self.catalog.depth, np.isin(self.catalog.shard, list(shards)))
+    def live(self, shards: set[int]) -> Mask:
+        """For each row whether it is wanted and it and all its ancestors are in `shards`."""
+        is_there = np.zeros(max(len(self.manifest.shards), 1), np.bool_)
+        is_there[list(shards)] = True
+        return live_rows(self.catalog.parent_row, self.catalog.depth, is_there[self.catalog.shard] & self._is_wanted)
+
+    def is_useful(self, shards: set[int], unit: ImportUnit) -> bool:
+        """Whether `unit` gives any chunk with a full chain when `shards` are there."""
+        return bool(self.live(shards | {unit.shard})[unit.rows].any())
 
     def count(self, report: ImportReport, shards: set[int]) -> None:
         """Fill in what `shards` give."""
@@ -168,40 +208,53 @@ class _Plan:
         report.num_tokens = int(self.catalog.tokens[live].sum())
 
 
-def _present(directory: Path, ns: Namespace, catalog: Catalog, plan: _Plan) -> set[int]:
-    """Chosen shards that need not be fetched: all their chunks are there with all their ancestors."""
+def _present(directory: Path, ns: Namespace, plan: _Plan) -> set[int]:
+    """Shards that need not be fetched: all that is wanted of them is there with all its ancestors."""
     scan = scan_shards(directory, ns)
     if not scan.shards:
         return set()
     live, _ = live_entries(ns, scan.shards)
-    return {i for i in plan.chosen if all(catalog.key_of(row) in live for row in plan.rows[i].tolist())}
+    is_there = np.fromiter(map(live.__contains__, plan.catalog.keys()), np.bool_, len(plan.catalog))
+    return {unit.shard for unit in plan.units if is_there[unit.rows].all()}
 
 
 def _check_stored(
-    repository: Repository, manifest: Manifest, wanted: Sequence[int], report: ImportReport, *, allow_partial: bool
-) -> list[int]:
-    """Those of the shards that the repository holds in their full size."""
+    repository: Repository,
+    manifest: Manifest,
+    wanted: Sequence[ImportUnit],
+    report: ImportReport,
+    *,
+    allow_partial: bool,
+) -> list[ImportUnit]:
+    """Those of the units whose shards the repository holds in their full size, by one listing: no request per shard."""
+    if not wanted:
+        return []
+    try:
+        found = {info.name: info.nbytes for info in islice(repository.storage.list("shards/"), MAX_LISTED)}
+    except RefusedError as error:
+        log.debug("kvsnap: %s: not checked beforehand: %s", repository.url, error)
+        return list(wanted)
     usable = []
-    for i in wanted:
-        record = manifest.shards[i]
+    for unit in wanted:
+        record = manifest.shards[unit.shard]
         name = shard_name(record.digest)
+        nbytes = found.get(name)
+        if nbytes is None and len(found) == MAX_LISTED:
+            nbytes = record.nbytes
+        problem = ""
         try:
-            found = repository.storage.head(name).nbytes
-            if found != record.nbytes:
-                raise CorruptChunkError(
-                    f"shard {name} is damaged: expected {record.nbytes} bytes, found {found}; export it again"
-                )
-        except (CorruptChunkError, NotFoundError) as error:
-            problem = (
-                CorruptChunkError(f"shard {name} is missing in {repository.url}; export it again")
-                if isinstance(error, NotFoundError)
-                else error
-            )
-            if not allow_partial:
-                raise problem from None
-            report.problems.append(str(problem))
+            if nbytes is None:
+                nbytes = repository.storage.head(name).nbytes
+            if nbytes != record.nbytes:
+                problem = f"shard {name} is damaged: expected {record.nbytes} bytes, found {nbytes}; export it again"
+        except NotFoundError:
+            problem = f"shard {name} is missing in {repository.url}; export it again"
+        if not problem:
+            usable.append(unit)
+        elif allow_partial:
+            report.problems.append(problem)
         else:
-            usable.append(i)
+            raise CorruptChunkError(problem)
     return usable
 
 
@@ -209,45 +262,45 @@ def _fetch(
     repository: Repository,
     disk: DiskTier,
     plan: _Plan,
-    usable: Sequence[int],
+    usable: Sequence[ImportUnit],
     present: set[int],
     report: ImportReport,
     *,
     allow_partial: bool,
     progress: Progress | None,
 ) -> set[int]:
-    """Fetch shards in order until the directory is full; those that are there now."""
-    fetcher = ShardFetcher(repository.storage, disk)
-    placed = set(present)
-    total = sum(plan.manifest.shards[i].nbytes for i in usable)
-    done = 0
-    for i in usable:
-        record = plan.manifest.shards[i]
-        if report.problems and not plan.live(placed | {i})[plan.rows[i]].any():
-            continue  # nothing in it would have a full chain
-        target = ShardTarget(digest=record.digest, nbytes=record.nbytes, catalog=plan.catalog, rows=plan.rows[i])
-        try:
-            if not fetcher.fetch(target):
-                report.is_full = True
-                log.warning("kvsnap: the cap of %s ends the import after %d shards", disk.cache_dir, len(placed))
-                break
-        except (CorruptChunkError, IncompatibleError) as error:
-            if not allow_partial:
-                raise CorruptChunkError(
-                    f"{error}; {report.imported_shards} shards are imported, export the snapshot again"
-                ) from error
-            report.problems.append(str(error))
-            continue
-        placed.add(i)
+    """Fetch the units until the directory is full; the shards that are there now."""
+    total = sum(unit.nbytes for unit in usable)
+
+    def placed(unit: ImportUnit) -> None:
         report.imported_shards += 1
-        report.imported_bytes += record.nbytes
-        done += record.nbytes
+        report.imported_bytes += unit.nbytes
         if progress is not None:
-            progress(done, total)
-    return placed
+            progress(report.imported_bytes, total)
+
+    run = ImportRun(
+        ShardFetcher(repository.storage, disk),
+        plan.manifest,
+        plan.catalog,
+        is_useful=plan.is_useful,
+        is_whole=not report.problems,
+        allow_partial=allow_partial,
+        placed=placed,
+        problem=report.problems.append,
+    )
+    try:
+        there = run.run(usable, present)
+    except (CorruptChunkError, IncompatibleError) as error:
+        raise CorruptChunkError(
+            f"{error}; {report.imported_shards} shards are imported, export the snapshot again"
+        ) from error
+    if run.is_full:
+        report.is_full = True
+        log.warning("kvsnap: the cap of %s ends the import after %d shards", disk.cache_dir, len(there))
+    return there
 
 
-def _add_usage(disk: DiskTier, catalog: Catalog, live: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+def _add_usage(disk: DiskTier, catalog: Catalog, live: Mask) -> None:
     """Tell the next engine how hot the chunks were where they come from; what is known here counts more."""
     known = disk.load_usage()
     rows = [(key, hits, last_use) for key, (hits, last_use) in known.items()]
