@@ -128,7 +128,8 @@ def plan_cache_prune(
 def _leftovers(directory: Path) -> list[PruneItem]:
     """Quarantine, and what dead writers and engines left, in a namespace that stays."""
     items = []
-    quarantined = [e for e in paths.entries(directory / paths.QUARANTINE) if paths.is_own_file(e.name)]
+    present = paths.entries(directory / paths.QUARANTINE)
+    quarantined = [e for e in present if paths.is_own_file(e.name) and e.is_file(follow_symlinks=False)]
     found: list[tuple[Kind, Path, str]] = [("quarantine", Path(entry.path), "damaged") for entry in quarantined]
     dead = [writer for writer in writers.writers(directory) if not writers.is_alive(writer)]
     found += [("writer", writer, "its writer is dead") for writer in dead]
