@@ -6,6 +6,7 @@ import base64
 import hashlib
 import itertools
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,3 +192,11 @@ def test_endpoint_from_the_environment(endpoint: str, bucket: str, monkeypatch: 
 def test_an_unknown_profile_is_a_wrong_configuration(bucket: str) -> None:
     with pytest.raises(ConfigError, match="nobody"):
         open_storage(f"s3://{bucket}/x?profile=nobody").is_empty()
+
+
+def test_without_boto3_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an extra; importing `kvsnap.storage` must not need it."""
+    monkeypatch.setitem(sys.modules, "boto3", None)
+
+    with pytest.raises(ConfigError, match=r"pip install kvsnap\[s3\]"):
+        open_storage("s3://bucket/x").is_empty()
