@@ -21,7 +21,7 @@ from kvsnap.index import READY, Chunk
 from kvsnap.keys import ChunkKey
 from kvsnap.runtime import widen_affinity
 from kvsnap.shard import MAX_CHUNKS, checksum
-from kvsnap.tiers.disk import ChunkToWrite
+from kvsnap.tiers.disk import ChunkToWrite, Shard
 
 if TYPE_CHECKING:
     from kvsnap.cache import TieredCache
@@ -50,6 +50,7 @@ class Writer:
         self._repairs: deque[str] = deque()
         self._event = threading.Event()
         self._progress = threading.Condition()
+        self._reading = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._paused_until = 0.0
@@ -194,6 +195,10 @@ class Writer:
         self._cache.poll()
         self._hash()
         now = time.monotonic()
+        is_minute = now >= self._next_usage
+        if is_minute:
+            self._next_usage = now + _USAGE_EVERY_S
+            self._cache.dram.note_use()
         if self._cache.disk is None:
             return
         if now >= self._next_directory:
@@ -203,8 +208,7 @@ class Writer:
             self.eviction.trim()
             if not self._cache.promoter.num_pending:
                 self.eviction.tidy()
-        if now >= self._next_usage:
-            self._next_usage = now + _USAGE_EVERY_S
+        if is_minute:
             self._store_usage()
         while self._repairs:
             try:
@@ -230,7 +234,12 @@ class Writer:
 
     def read_directory(self) -> None:
         assert self._cache.disk is not None
-        fresh, vanished = self._cache.disk.poll()
+        with self._reading:
+            fresh, vanished = self._cache.disk.poll()
+            if fresh or vanished:
+                self._note(fresh, vanished)
+
+    def _note(self, fresh: list[Shard], vanished: list[str]) -> None:
         with self._cache.lock:
             if fresh:  # first: a shard that vanished may have been compacted into a fresh one
                 self._cache.shards.adopt(fresh, leaving=frozenset(vanished))

@@ -18,7 +18,7 @@ import struct
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -131,13 +131,16 @@ class DramTier:
                 for gone in removed
             ]
             available = _available(held)
-        if budget_bytes > available:
+        old = _read_old(held.fd)
+        is_short = budget_bytes > available
+        if is_short:
             messages.append(
                 f"{held.path.parent} has {available} bytes free, dram asks for {budget_bytes}: smaller tier"
             )
             budget_bytes = available
         shape = _shape(namespace_id, geometry, budget_bytes, ranks)
-        old = _read_old(held.fd)
+        if is_short and old is not None and _is_nearly(old[0], shape):
+            shape = old[0]  # what others use of the memory varies; hot chunks are worth more than a few slots
         if old is None or old[0] != shape or old[1] is None:
             if os.fstat(held.fd).st_size:
                 why = "had another size or geometry" if old and old[0] != shape else "is damaged or was never finished"
@@ -255,6 +258,11 @@ class DramTier:
         self.epoch += 1
         self._write_owner()
         return self.epoch
+
+    def note_use(self) -> None:
+        """Let the file's time of change say that it is in use: stores through a mapping don't."""
+        if isinstance(self._held, Claim):
+            os.utime(self._held.fd)
 
     def prefault(self, stop: Sequence[bool] = ()) -> None:
         """Fault the data in, piece by piece; for a background thread. `stop` non-empty ends it."""
@@ -434,6 +442,11 @@ def _shape(namespace_id: str, geometry: Geometry, budget_bytes: int, ranks: int)
         num_ranks=ranks,
         namespace=bytes.fromhex(namespace_id),
     )
+
+
+def _is_nearly(old: f.DramShape, shape: f.DramShape) -> bool:
+    """Whether the old tier differs only by up to a tenth fewer slots."""
+    return replace(old, num_slots=shape.num_slots) == shape and 0.9 * shape.num_slots <= old.num_slots < shape.num_slots
 
 
 def _read_old(fd: int) -> tuple[f.DramShape, object] | None:

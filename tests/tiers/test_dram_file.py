@@ -195,6 +195,21 @@ class TestSize:
         assert second.found == [record]
         second.close()
 
+    def test_a_little_more_room_is_no_reason_to_lose_the_chunks(self, small_dir: Path, tmp_path: Path) -> None:
+        """What others use of a small `/dev/shm` varies between two starts."""
+        other = small_dir / "somebody-elses"
+        other.write_bytes(bytes(40 << 10))
+        first = open_tier((small_dir, tmp_path / "cache"), budget=8 << 20)
+        record = fill(first, 3, 1)
+        first.close()
+        other.unlink()
+
+        second = open_tier((small_dir, tmp_path / "cache"), budget=8 << 20)
+
+        assert second.found == [record]
+        assert second.num_slots == first.num_slots
+        second.close()
+
 
 @pytest.fixture
 def small_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
