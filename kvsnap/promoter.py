@@ -178,6 +178,7 @@ class Promoter:
         try:
             good = disk.read_chunk(job.shard, entry, views)
         except StorageError as error:
+            self._cache.writer.read_directory()  # perhaps another engine has compacted the shard
             moved = self._moved(job)
             if moved is not None:
                 return self._read(moved)

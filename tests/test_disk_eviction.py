@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -105,6 +105,13 @@ def key_bytes(cache: TieredCache, key: ChunkKey) -> bytes:
     view = aligned_buffer(entry.nbytes)
     assert cache.disk.read_chunk(chunk.shard, entry, [view])
     return bytes(view[:8])
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def assert_prefix_closed(cache: TieredCache) -> None:
@@ -377,6 +384,26 @@ class TestOthers:
             assert found == {root.key: root.shard, child.key: child.shard}
             assert key_bytes(two, root.key) == root.key[:8]
 
+    def test_a_read_does_not_lose_what_another_engine_moved(self, tmp_path: Path) -> None:
+        """Before the directory was looked at again: the shard has vanished, its chunks and their children are there."""
+        with opened(tmp_path) as one, opened(tmp_path) as two:
+            prompts = Prompts(one)
+            root = prompts.store()
+            prompts.write()
+            child = prompts.store(root)
+            prompts.write()
+            two.writer.read_directory()
+            assert root.shard is not None
+            assert one.writer.eviction._compact(root.shard, one.shards.entries(root.shard)) is not None
+
+            ours = [chunk for key in (root.key, child.key) if (chunk := two.residency.index.get(key))]
+            assert two.promote(ours) == 2
+            two.promoter.start()
+
+            wait_until(lambda: not two.is_moving(ours))
+            assert all(two.in_dram(key) is not None for key in (root.key, child.key))
+            assert {chunk.shard for chunk in ours} == {root.shard, child.shard}
+
     def test_a_read_under_way_finds_the_new_place(self, tmp_path: Path) -> None:
         """A promotion that was planned before the compaction reads from where the chunk lies now."""
         with opened(tmp_path) as cache:
@@ -392,9 +419,7 @@ class TestOthers:
 
             cache.promoter.start()
 
-            deadline = time.monotonic() + 5
-            while cache.is_moving(chunks[:1]) and time.monotonic() < deadline:
-                time.sleep(0.002)
+            wait_until(lambda: not cache.is_moving(chunks[:1]))
             assert cache.in_dram(chunks[0].key) is not None
             assert cache.counts["read_errors"] == 0
 

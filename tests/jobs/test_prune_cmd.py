@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from kvsnap_jobs.cli import main
 from tests.disk_fakes import make_namespace
-from tests.test_cache_prune import fill
+from tests.test_cache_prune import fill, make_old
 
 
 def run(*args: object) -> Result:
@@ -67,6 +67,7 @@ def test_no_such_directory(tmp_path: Path) -> None:
 
 def test_what_does_not_go_is_an_error(old: Path, args: tuple[object, ...]) -> None:
     (old / "shards" / f"{'ab' * 16}.safetensors").mkdir()
+    make_old(old, 40)
 
     result = run(*args)
 
