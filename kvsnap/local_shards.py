@@ -35,6 +35,16 @@ class LocalShard:
     mtime: float
     """When it was written, Unix time [s]"""
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file."""
+        return self.header.file_bytes
+
+    @property
+    def scope(self) -> str:
+        """Restrictions that all its chunks carry; empty is plain."""
+        return self.header.scope
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedShard:

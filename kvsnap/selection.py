@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from kvsnap.keys import ChunkKey
+from kvsnap.known import KnownChunks, StoredShard
 from kvsnap.local_shards import LocalShard, is_salted, live_entries
 from kvsnap.namespace import Namespace
 from kvsnap.plan import I64, choose_shards, heat_order
@@ -30,10 +31,10 @@ Usage = Mapping[ChunkKey, tuple[int, float]]
 class Selection:
     """The chunks to export, and what stayed out and why."""
 
-    shards: tuple[LocalShard, ...]
+    shards: tuple[LocalShard | StoredShard, ...]
     """Hottest first, but those that others need before them."""
     entries: list[ChunkEntry]
-    """Rows: the chunks, in order of depth."""
+    """Rows: the chunks, in order of depth, as they lie in their shards."""
     parent_row: I64
     """For each row the row of its parent, -1 at depth 0."""
     shard: I64
@@ -54,6 +55,7 @@ def select_chunks(
     shards: tuple[LocalShard, ...],
     usage: Usage,
     *,
+    known: KnownChunks | None = None,
     select: Select = "all",
     max_bytes: int | None = None,
     include_salted: bool = False,
@@ -64,6 +66,7 @@ def select_chunks(
     Args:
         usage: What is known of hits and last use; a chunk that isn't in it was never
             hit and was last used when its shard was written.
+        known: What the repository holds already: taken from there, whichever shard holds it here.
         select: `all`; `hot`: chunks that were hit; `recent`: chunks used in the last 24
             hours. With their ancestors.
         max_bytes: Most bytes of all shards together; the hottest first, with `recent`
@@ -75,6 +78,15 @@ def select_chunks(
     num_salted = sum(len(shard.header.chunks) for shard in shards) - sum(len(s.header.chunks) for s in offered)
     live, num_broken = live_entries(ns, offered)
     rows = [(i, entry, *_usage_of(entry.key, usage, offered[i])) for i, entry in live.values()]
+    sources: list[LocalShard | StoredShard] = list(offered)
+    if known is not None:
+        at: dict[StoredShard, int] = {}
+        for n, (_, entry, num_hits, used) in enumerate(rows):
+            if (found := known.find(entry)) is not None:
+                i = at.setdefault(found[0], len(sources))
+                if i == len(sources):
+                    sources.append(found[0])
+                rows[n] = (i, found[1], num_hits, used)
     if select != "all":
         keep: set[ChunkKey] = set()
         for _, entry, num_hits, used in reversed(rows):  # children come before their parents
@@ -89,33 +101,33 @@ def select_chunks(
     depth = np.array([row[1].depth for row in rows], np.int64)
     hits = np.array([row[2] for row in rows], np.int64)
     last_use = np.array([row[3] for row in rows], np.int64)
-    order = heat_order(hits, last_use, depth, shard, [s.id for s in offered], recent=select == "recent")
+    order = heat_order(hits, last_use, depth, shard, [s.id for s in sources], recent=select == "recent")
     holding = set(shard.tolist())
     choice = choose_shards(
         [i for i in order if i in holding],
-        [s.header.file_bytes for s in offered],
+        [s.nbytes for s in sources],
         shard,
         parent_row,
         depth,
         max_bytes=max_bytes,
     )
-    at = np.flatnonzero(choice.live)
+    kept = np.flatnonzero(choice.live)
     new_row = np.cumsum(choice.live) - 1
-    kept_parent = parent_row[at]
-    held = set(shard[at].tolist())
+    kept_parent = parent_row[kept]
+    held = set(shard[kept].tolist())
     taken = [i for i in choice.shards if i in held]
-    position = np.zeros(len(offered), np.int64)
+    position = np.zeros(len(sources), np.int64)
     position[taken] = np.arange(len(taken))
     return Selection(
-        shards=tuple(offered[i] for i in taken),
-        entries=[rows[i][1] for i in at.tolist()],
-        parent_row=np.where(kept_parent < 0, -1, new_row[kept_parent] if len(at) else -1),
-        shard=position[shard[at]],
-        hits=hits[at],
-        last_use=last_use[at],
+        shards=tuple(sources[i] for i in taken),
+        entries=[rows[i][1] for i in kept.tolist()],
+        parent_row=np.where(kept_parent < 0, -1, new_row[kept_parent] if len(kept) else -1),
+        shard=position[shard[kept]],
+        hits=hits[kept],
+        last_use=last_use[kept],
         num_broken=num_broken,
         num_salted=num_salted,
-        num_unselected=len(live) - len(at),
+        num_unselected=len(live) - len(kept),
     )
 
 

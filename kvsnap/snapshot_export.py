@@ -23,16 +23,18 @@ from kvsnap.catalog import Catalog, encode_catalog
 from kvsnap.engines import FLUSH_TIMEOUT_S, flush_engines
 from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
 from kvsnap.gc_lists import removed_snapshots
-from kvsnap.local_shards import read_usage, scan_shards
+from kvsnap.known import KnownChunks, list_shards
+from kvsnap.local_shards import LocalShard, read_usage, scan_shards
 from kvsnap.manifest import CatalogRecord, Digest, Manifest, ShardRecord, Totals
 from kvsnap.namespace import Namespace
 from kvsnap.refs import move_ref
 from kvsnap.repository import Repository, manifest_name, now_text, ref_name, shard_name
 from kvsnap.selection import SELECTS, Select, Selection, select_chunks
+from kvsnap.shard import ChunkEntry
 from kvsnap.storage import Storage
 from kvsnap.tiers.paths import open_namespaces
 from kvsnap.transfer import Progress
-from kvsnap.upload import UploadedShard, Uploader
+from kvsnap.upload import Source, UploadedShard, Uploader
 from kvsnap.writing import WriteSession, publish_snapshot, under_lease
 
 log = logging.getLogger(__name__)
@@ -182,13 +184,15 @@ def _export(
         if manifest_name(snapshot) not in removed
     }
     parent = _choose_parent(repository, tag, earlier)
-    uploader = Uploader(repository, _base(repository, parent, earlier))
+    known = KnownChunks(_base(repository, parent, earlier), list_shards(repository.storage))
+    uploader = Uploader(repository, known)
     now = time.time()
     while True:
         selection = select_chunks(
             ns,
             tuple(shard for shard in scan.shards if shard.id not in damaged and shard.id not in vanished),
             usage,
+            known=known,
             select=select,
             max_bytes=max_bytes,
             include_salted=include_salted,
@@ -236,23 +240,29 @@ def _upload(
     progress: Progress | None,
 ) -> list[UploadedShard]:
     """Upload the chosen shards; those that can't be are added to `damaged` or `vanished`."""
-    wanted = _split(selection)
-    total = sum(shard.header.file_bytes for shard in selection.shards)
-    done, uploaded = 0, []
-    for shard, entries in zip(selection.shards, wanted, strict=True):
-        try:
-            uploaded.append(uploader.upload(shard, entries))
-        except CorruptChunkError as error:
+    total = sum(shard.nbytes for shard in selection.shards)
+    finished = 0
+
+    def failed(shard: Source, error: Exception) -> bool:
+        if not isinstance(shard, LocalShard):
+            return False
+        if isinstance(error, CorruptChunkError):
             log.warning("kvsnap: %s", error)
             damaged[shard.id] = str(error)
-        except NotFoundError:
-            if shard.path.exists():
-                raise
+            return True
+        if isinstance(error, NotFoundError) and not shard.path.exists():
             vanished.add(shard.id)
-        done += shard.header.file_bytes
+            return True
+        return False
+
+    def done(shard: Source) -> None:
+        nonlocal finished
+        finished += shard.nbytes
         if progress is not None:
-            progress(done, total)
-    return uploaded
+            progress(finished, total)
+
+    uploaded = uploader.upload_all(selection.shards, _split(selection), failed=failed, done=done)
+    return [shard for shard in uploaded if shard is not None]
 
 
 def _pruned_meanwhile(
@@ -265,14 +275,12 @@ def _pruned_meanwhile(
             repository.storage.head(name)
         except NotFoundError:
             gone.add(name)
-    for shard_id, shard in list(uploader.done.items()):
-        if shard_name(shard.digest) in gone:
-            del uploader.done[shard_id]
+    uploader.forget(gone)
     return bool(gone)
 
 
-def _split(selection: Selection) -> list[list[Any]]:
-    rows: list[list[Any]] = [[] for _ in selection.shards]
+def _split(selection: Selection) -> list[list[ChunkEntry]]:
+    rows: list[list[ChunkEntry]] = [[] for _ in selection.shards]
     for entry, position in zip(selection.entries, selection.shard.tolist(), strict=True):
         rows[position].append(entry)
     return rows
@@ -297,15 +305,14 @@ class _Publisher:
         self._catalog = _catalog_of(selection, uploaded)
         rows = np.bincount(selection.shard, minlength=len(selection.shards)).tolist()
         self._shards = tuple(
-            ShardRecord(digest=sent.digest, nbytes=shard.header.file_bytes, num_chunks=rows[i])
-            for i, (shard, sent) in enumerate(zip(selection.shards, uploaded, strict=True))
+            ShardRecord(digest=shard.digest, nbytes=shard.nbytes, num_chunks=rows[i])
+            for i, shard in enumerate(uploaded)
         )
-        inner = set(self._catalog.parent_row.tolist())
         self.totals = Totals(
             num_chunks=len(self._catalog),
             num_tokens=int(self._catalog.tokens.sum()),
             nbytes=sum(shard.nbytes for shard in self._shards),
-            num_prefixes=sum(row not in inner for row in range(len(self._catalog))),
+            num_prefixes=len(np.setdiff1d(np.arange(len(self._catalog)), self._catalog.parent_row)),
         )
 
     def publish(self, earlier: Mapping[Digest, Manifest], session: WriteSession) -> tuple[Digest, bool]:
@@ -345,9 +352,9 @@ class _Publisher:
 
 def _catalog_of(selection: Selection, uploaded: list[UploadedShard]) -> Catalog:
     entries, shard = selection.entries, selection.shard.tolist()
-    scopes = sorted({s.header.scope for s in selection.shards})
+    scopes = sorted({s.scope for s in selection.shards})
     code = {scope: i for i, scope in enumerate(scopes)}
-    codes = np.array([code[s.header.scope] for s in selection.shards], np.int64)
+    codes = np.array([code[s.scope] for s in selection.shards], np.int64)
     blake3 = [uploaded[i].blake3[entry.key] for entry, i in zip(entries, shard, strict=True)]
     return Catalog(
         key=_bytes(entry.key for entry in entries).reshape(-1, 32),

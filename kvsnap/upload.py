@@ -1,24 +1,27 @@
-"""Bring shards of a cache directory into a repository, each byte read at most once.
+"""Bring shards of a cache directory into a repository: several at once, none sent that is there already.
 
-A shard that the repository has from an earlier export isn't read at all: its chunks are
-looked up in that snapshot's catalog, and its header there must equal the one here byte
-for byte (the header holds a checksum of every chunk).
+A shard is read and hashed in one pass with the writing of it, where the storage needs no name first and nothing
+that the repository holds could be the same file (what a killed export leaves is). Otherwise it is hashed first.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from kvsnap.catalog import Catalog
-from kvsnap.errors import CorruptChunkError, NotFoundError
+from kvsnap.errors import CorruptChunkError
 from kvsnap.keys import ChunkKey
+from kvsnap.known import KnownChunks, StoredShard
 from kvsnap.local_shards import FdReader, LocalShard, open_shard
-from kvsnap.manifest import Digest, Manifest
+from kvsnap.manifest import Digest
 from kvsnap.repository import Repository, shard_name
+from kvsnap.runtime import widen_affinity
 from kvsnap.shard import ChunkEntry
-from kvsnap.transfer import ShardHasher, new_hashes, pieces
+from kvsnap.transfer import NUM_WORKERS, ShardHasher, pieces
+
+Source = LocalShard | StoredShard
+"""Where chunks of a snapshot are: in a cache directory still, or in the repository already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ class UploadedShard:
     """A shard that the repository has now."""
 
     digest: Digest
+    nbytes: int
+    """Size of the file."""
     blake3: Mapping[ChunkKey, bytes]
     """Of the chunks that were asked for, at least."""
     sent_bytes: int
@@ -33,129 +38,131 @@ class UploadedShard:
 
 
 class Uploader:
-    """Uploads to `repository`, knowing what the snapshot `base` (with its catalog) already brought there."""
+    """Uploads to `repository`, which holds what `known` says."""
 
-    def __init__(self, repository: Repository, base: tuple[Manifest, Catalog] | None) -> None:
+    def __init__(self, repository: Repository, known: KnownChunks) -> None:
         self._repository = repository
-        self._base = base
-        self._rows = {} if base is None else {key: row for row, key in enumerate(base[1].keys())}
+        self._known = known
         self.done: dict[str, UploadedShard] = {}
-        """What was brought so far, by shard id."""
+        """What was sent or found so far, by id of the local shard."""
 
-    def upload(self, shard: LocalShard, wanted: Sequence[ChunkEntry]) -> UploadedShard:
-        """Make sure that the repository holds `shard`.
+    def upload_all(
+        self,
+        sources: Sequence[Source],
+        wanted: Sequence[Sequence[ChunkEntry]],
+        *,
+        failed: Callable[[Source, Exception], bool],
+        done: Callable[[Source], None],
+    ) -> list[UploadedShard | None]:
+        """Make sure that the repository holds the sources, begun in this order, a few at a time.
+
+        Args:
+            wanted: For each source the chunks that matter.
+            failed: Told what was not uploaded and why; False: stop and raise that.
+            done: Told each source when its outcome is known.
+
+        Returns:
+            For each source what the repository has; None where it failed.
+        """
+        outcome: dict[Future[UploadedShard], int] = {}
+        uploaded: list[UploadedShard | None] = [None] * len(sources)
+        executor = ThreadPoolExecutor(NUM_WORKERS, "kvsnap-export", initializer=widen_affinity)
+        try:
+            for i, (source, entries) in enumerate(zip(sources, wanted, strict=True)):
+                outcome[executor.submit(self.upload, source, entries)] = i
+            for future in as_completed(outcome):
+                source = sources[outcome[future]]
+                try:
+                    uploaded[outcome[future]] = future.result()
+                except Exception as error:
+                    if not failed(source, error):
+                        raise
+                done(source)
+        finally:
+            executor.shutdown(cancel_futures=True)
+        return uploaded
+
+    def upload(self, source: Source, wanted: Sequence[ChunkEntry]) -> UploadedShard:
+        """Make sure that the repository holds `source`.
 
         Raises:
             NotFoundError: it has vanished from the cache directory.
             CorruptChunkError: it is damaged there; the message names the chunk. Nothing was stored.
             StorageError: it can't be read, or the repository failed.
         """
-        done = self.done.get(shard.id)
-        if done is None or not all(entry.key in done.blake3 for entry in wanted):
-            done = self._find(shard, wanted) or self._send(shard)
-            self.done[shard.id] = done
+        if isinstance(source, StoredShard):
+            blake3 = {entry.key: self._known.blake3(entry.key) for entry in wanted}
+            return UploadedShard(digest=source.digest, nbytes=source.nbytes, blake3=blake3, sent_bytes=0)
+        done = self.done.get(source.id)
+        if done is None:
+            done = self.done[source.id] = self._send(source)
         return done
 
-    def _find(self, shard: LocalShard, wanted: Sequence[ChunkEntry]) -> UploadedShard | None:
-        """The same shard in the repository, if an earlier snapshot has it."""
-        if self._base is None:
-            return None
-        manifest, catalog = self._base
-        rows = [row for entry in shard.header.chunks if (row := self._rows.get(entry.key)) is not None]
-        for position in dict.fromkeys(int(catalog.shard[row]) for row in rows):
-            record = manifest.shards[position]
-            if record.nbytes == shard.header.file_bytes and self._has_same_header(record.digest, shard):
-                blake3 = {
-                    catalog.key_of(row): catalog.blake3[row].tobytes() for row in rows if catalog.shard[row] == position
-                }
-                missing = [entry for entry in wanted if entry.key not in blake3]
-                blake3.update(_blake3_of(shard, missing))
-                return UploadedShard(digest=record.digest, blake3=blake3, sent_bytes=0)
-        return None
-
-    def _has_same_header(self, digest: Digest, shard: LocalShard) -> bool:
-        storage, name, length = self._repository.storage, shard_name(digest), shard.header.data_start
-        theirs = bytearray(length)
-        try:
-            if storage.head(name).nbytes != shard.header.file_bytes:
-                return False
-            storage.read_into(name, memoryview(theirs), 0)
-        except NotFoundError:
-            return False
-        with open_shard(shard.path) as fd:
-            return os.pread(fd, length, 0) == theirs
+    def forget(self, names: set[str]) -> None:
+        """These objects are gone from the repository: what lay in them is to be sent again."""
+        self._known.forget(names)
+        for shard_id, shard in list(self.done.items()):
+            if shard_name(shard.digest) in names:
+                del self.done[shard_id]
 
     def _send(self, shard: LocalShard) -> UploadedShard:
-        entries = shard.header.chunks
         nbytes = shard.header.file_bytes
         storage = self._repository.storage
-        hasher = ShardHasher(entries)
-
-        def read() -> Iterator[memoryview]:
-            with open_shard(shard.path, direct=True) as fd:
-                yield from pieces(FdReader(fd, str(shard.path)), limit=nbytes)
-
-        def read_and_hash() -> Iterator[memoryview]:
-            nonlocal hasher
-            hasher = ShardHasher(entries)
-            for piece in read():
-                hasher.update(piece)
-                yield piece
-
-        def name() -> str:
-            if hasher.nbytes != nbytes:
-                raise CorruptChunkError(
-                    f"shard {shard.path} is damaged: it has {hasher.nbytes} bytes, expected {nbytes}"
-                )
-            for entry, digests in zip(entries, hasher.digests, strict=True):
-                _check(shard, entry, digests.xxh3)
-            return shard_name(hasher.sha256())
-
-        if storage.needs_name_first:
-            for _ in read_and_hash():
+        source = _Source(shard)
+        if storage.needs_name_first or nbytes in self._known.objects.values():
+            for _ in source.read_and_hash():
                 pass
-            is_new = storage.put_known(name(), read, nbytes=nbytes, sha256=hasher.sha256())
+            name = source.name()
+            is_new = name not in self._known.objects and storage.put_known(
+                name, source.read, nbytes=nbytes, sha256=source.hasher.sha256()
+            )
         else:
-            is_new = storage.put_stream(read_and_hash, name)
-        digest = hasher.sha256()
-        if not is_new and (found := storage.head(shard_name(digest)).nbytes) != hasher.nbytes:
+            is_new = storage.put_stream(source.read_and_hash, source.name)
+        digest = source.hasher.sha256()
+        if not is_new and (found := storage.head(shard_name(digest)).nbytes) != nbytes:
             raise CorruptChunkError(
-                f"{shard_name(digest)} in {self._repository.url} is damaged: expected {hasher.nbytes} bytes, "
+                f"{shard_name(digest)} in {self._repository.url} is damaged: expected {nbytes} bytes, "
                 f"found {found}; delete it and export again"
             )
-        return UploadedShard(
-            digest=digest,
-            blake3={entry.key: digests.blake3 for entry, digests in zip(entries, hasher.digests, strict=True)},
-            sent_bytes=hasher.nbytes if is_new else 0,
-        )
+        return UploadedShard(digest=digest, nbytes=nbytes, blake3=source.blake3(), sent_bytes=nbytes if is_new else 0)
 
 
-def _blake3_of(shard: LocalShard, entries: Sequence[ChunkEntry]) -> dict[ChunkKey, bytes]:
-    found = {}
-    if entries:
-        with open_shard(shard.path) as fd:
-            for entry in entries:
-                xxh3, blake3 = hash_range(fd, entry.offset, entry.nbytes)
-                _check(shard, entry, xxh3)
-                found[entry.key] = blake3
-    return found
+class _Source:
+    """Reads a local shard, any number of times, and hashes and checks it."""
 
+    def __init__(self, shard: LocalShard) -> None:
+        self._shard = shard
+        self._entries = shard.header.chunks
+        self.hasher = ShardHasher(self._entries)
+        """Of the last whole pass."""
 
-def hash_range(fd: int, offset: int, nbytes: int) -> tuple[bytes, bytes]:
-    """XXH3-128 and BLAKE3 of a range of an open file; of what is there, if it ends early."""
-    xxh3, blake3 = new_hashes()
-    buffer = memoryview(bytearray(min(nbytes, 4 << 20)))
-    end = offset + nbytes
-    while offset < end and (found := os.preadv(fd, [buffer[: end - offset]], offset)):
-        xxh3.update(buffer[:found])
-        blake3.update(buffer[:found])
-        offset += found
-    return xxh3.digest(), blake3.digest()
+    def read(self) -> Iterator[memoryview]:
+        """The bytes; they must be checked already."""
+        yield from self._pieces(None)
 
+    def read_and_hash(self) -> Iterator[memoryview]:
+        """The bytes, hashed meanwhile."""
+        self.hasher = ShardHasher(self._entries)
+        yield from self._pieces(self.hasher.update)
 
-def _check(shard: LocalShard, entry: ChunkEntry, xxh3: bytes) -> None:
-    if xxh3 != entry.xxh3:
-        raise CorruptChunkError(
-            f"shard {shard.path} is damaged in chunk {entry.key.hex()[:12]}: expected xxh3 {entry.xxh3.hex()[:12]}, "
-            f"read {xxh3.hex()[:12]}; it is left out"
-        )
+    def _pieces(self, hash_with: Callable[[memoryview], None] | None) -> Iterator[memoryview]:
+        path = self._shard.path
+        with open_shard(path, direct=True) as fd:
+            yield from pieces(FdReader(fd, str(path)), limit=self._shard.header.file_bytes, hash_with=hash_with)
+
+    def name(self) -> str:
+        """Name of the object, after a whole pass; checks what came by."""
+        path, nbytes = self._shard.path, self._shard.header.file_bytes
+        if self.hasher.nbytes != nbytes:
+            raise CorruptChunkError(f"shard {path} is damaged: it has {self.hasher.nbytes} bytes, expected {nbytes}")
+        for entry, digests in zip(self._entries, self.hasher.digests, strict=True):
+            if digests.xxh3 != entry.xxh3:
+                raise CorruptChunkError(
+                    f"shard {path} is damaged in chunk {entry.key.hex()[:12]}: expected xxh3 {entry.xxh3.hex()[:12]}, "
+                    f"read {digests.xxh3.hex()[:12]}; it is left out"
+                )
+        return shard_name(self.hasher.sha256())
+
+    def blake3(self) -> dict[ChunkKey, bytes]:
+        """Of all chunks, after a whole pass."""
+        return {entry.key: digests.blake3 for entry, digests in zip(self._entries, self.hasher.digests, strict=True)}

@@ -274,7 +274,7 @@ class TestKilledExport:
     """D01 and invariants 3 and 8."""
 
     def _killed_after(self, shards: int, cache: Path, repo: Path) -> None:
-        """Export in a child that gets SIGKILL once so many shards are durable."""
+        """Export in a child that gets SIGKILL once so many shards are durable, or more: they go in parallel."""
 
         def die(done: int, total: int) -> None:
             nonlocal shards
@@ -294,12 +294,13 @@ class TestKilledExport:
     def test_lists_nothing_and_can_be_repeated(self, cache: Path, ns: Namespace, repo: Path, shards: int) -> None:
         self._killed_after(shards, cache, repo)
         assert list_snapshots(str(repo)).snapshots == ()
-        assert len(shards_of(repo)) == shards
+        there = len(shards_of(repo))
+        assert there >= shards
 
         report = export_snapshot(cache, str(repo), tag="prod")
 
         assert report.num_chunks == 7
-        assert report.sent_shards == 2 - shards
+        assert report.sent_shards == 2 - there
         found = verify_snapshot(str(repo), "prod", read_data=True)
         assert found.is_good
         assert not found.notes
