@@ -8,6 +8,7 @@ from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError, S
 from kvsnap.gc_lists import read_lists, removed_snapshots
 from kvsnap.manifest import Digest
 from kvsnap.repository import Repository, manifest_name
+from kvsnap.storage import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class ListReport:
     """Manifests and refs that can't be read, refs whose snapshot is missing."""
 
 
-def list_snapshots(url: str) -> ListReport:
+def list_snapshots(url: str | Storage) -> ListReport:
     """List the snapshots of the repository at `url`; what can't be read is told, not raised.
 
     Raises:
@@ -87,4 +88,4 @@ def list_snapshots(url: str) -> ListReport:
             )
         )
     rows.sort(key=lambda row: (row.created, row.snapshot), reverse=True)
-    return ListReport(url=url, snapshots=tuple(rows), problems=tuple(problems))
+    return ListReport(url=repository.url, snapshots=tuple(rows), problems=tuple(problems))

@@ -29,6 +29,7 @@ from kvsnap.namespace import Namespace
 from kvsnap.repository import Repository, ref_name, shard_name
 from kvsnap.shard import ChunkEntry, ShardHeader
 from kvsnap.snapshot_export import match_namespaces
+from kvsnap.storage import Storage
 from kvsnap.tiers import paths
 from kvsnap.transfer import Progress, RangeDigests, ShardHasher, pieces
 
@@ -75,7 +76,9 @@ class VerifyReport:
         self.problems.append(Problem(kind=kind, object=object_name, chunk=key, message=message))
 
 
-def verify_snapshot(url: str, ref: str, *, read_data: bool = False, progress: Progress | None = None) -> VerifyReport:
+def verify_snapshot(
+    url: str | Storage, ref: str, *, read_data: bool = False, progress: Progress | None = None
+) -> VerifyReport:
     """Verify the snapshot `ref` of the repository at `url`.
 
     Also notes shards of the repository that no snapshot names: what an export that was
