@@ -30,6 +30,7 @@ from kvsnap_jobs.options import EXIT_FAILED, EXIT_PROBLEMS, cache_dir_option, js
 from kvsnap_jobs.output import print_facts, print_json, size_text
 
 START_SECONDS = 1800.0
+BAR_AFTER_S = 1.0
 SHOWN_FAILURES = 10
 _FLAGS = "kvsnap.server_flags"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)")
@@ -90,7 +91,7 @@ class CountBar:
     def __call__(self, label: str, done: int, total: int) -> None:
         """How far the step `label` is."""
         seconds = time.monotonic() - self._start
-        if not self._is_terminal or seconds < 1.0:
+        if not self._is_terminal or seconds < BAR_AFTER_S:
             return
         self._is_shown = True
         bar = ("#" * int(30 * done / max(total, 1))).ljust(30)

@@ -363,9 +363,8 @@ class Warmup:
         if self._options.flush is not None:
             self._warnings += self._options.flush()
         for outcome in mine:
-            answers = [answer.token_ids for answer in (outcome.first, outcome.proof) if answer and answer.token_ids]
-            for ids in answers:
-                self._findings.compare(outcome.prompt, outcome.ids or answers[0], ids)
+            if outcome.first and outcome.proof and outcome.first.token_ids and outcome.proof.token_ids:
+                self._findings.compare(outcome.prompt, outcome.first.token_ids, outcome.proof.token_ids)
         summary = Summary.of(mine, needs_proof=self._options.prove_tiers)
         fates = summary.fates
         if fates.get("short"):

@@ -197,7 +197,7 @@ class OfflineTransport:
                 self._process.stdin.write(data)
                 self._process.stdin.flush()
         except (OSError, ValueError):
-            raise RequestError(f"{self.name} has ended") from None
+            raise RequestError(f"{self.name} has ended", is_final=True) from None
 
     def _take(self, answers: queue.SimpleQueue[dict[str, Any] | None], path: str, deadline: float) -> dict[str, Any]:
         try:
@@ -205,7 +205,7 @@ class OfflineTransport:
         except queue.Empty:
             raise RequestError(f"{self.name} gave no answer to {path} in time", is_timeout=True) from None
         if found is None:
-            raise RequestError(f"{self.name} has ended")
+            raise RequestError(f"{self.name} has ended", is_final=True)
         return found
 
     def _read_lines(
@@ -219,7 +219,7 @@ class OfflineTransport:
                     yield rest
                 return
             *whole, rest = (rest + str(found["data"]).encode()).split(b"\n")
-            yield from whole
+            yield from (line + b"\n" for line in whole)
 
     def _read(self) -> None:
         assert self._process is not None

@@ -197,7 +197,7 @@ class Server:
                 return self._send_once(prompt)
             except RequestError as error:
                 is_passing = error.status in RETRY_STATUSES or (error.status is None and not error.is_timeout)
-                if not is_passing or attempt == RETRIES - 1:
+                if not is_passing or error.is_final or attempt == RETRIES - 1:
                     raise
             time.sleep(delay)
             delay *= 2

@@ -25,12 +25,16 @@ class RequestError(KvsnapError):
     Attributes:
         status: The HTTP status; None where there was no answer.
         is_timeout: No answer in time; the server may be busy with it.
+        is_final: There is nobody to ask again.
     """
 
-    def __init__(self, message: str, *, status: int | None = None, is_timeout: bool = False) -> None:
+    def __init__(
+        self, message: str, *, status: int | None = None, is_timeout: bool = False, is_final: bool = False
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.is_timeout = is_timeout
+        self.is_final = is_final
 
 
 class Transport(Protocol):
@@ -59,7 +63,7 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """A server at a URL: one kept-alive connection per thread.
+    """A server at a URL; connections are kept and used again.
 
     Args:
         url: `http(s)://host:port`, with or without a path, with or without `/v1`.
@@ -87,10 +91,10 @@ class HttpTransport:
             if not api_key.isascii() or not api_key.isprintable():
                 raise ConfigError("the API key holds characters that a header can't carry")
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._local = threading.local()
         self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
-        self._is_aborted = False
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._has_hung_up = False
         self.name = f"{parts.scheme}://{parts.netloc}{self._base}"
 
     @contextlib.contextmanager
@@ -98,91 +102,118 @@ class HttpTransport:
         self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float
     ) -> Iterator[tuple[int, Iterator[bytes]]]:
         deadline = time.monotonic() + timeout_s
-        is_done = False
+        data = None if body is None else json.dumps(body).encode()
+        connection: _Connection | None = None
         try:
-            response = self._send(method, path, body, deadline)
-            yield response.status, self._read_lines(response, deadline)
-            is_done = response.isclosed() and not response.will_close
+            connection, response = self._send(method, path, data, deadline)
+            yield response.status, connection.lines(response, deadline)
+            self._give_back(connection, is_good=response.isclosed() and not response.will_close)
+            connection = None
         except TimeoutError:
             text = f"{self.name}{path} gave no answer within {timeout_s:.3g} s"
             raise RequestError(text, is_timeout=True) from None
         except (OSError, http.client.HTTPException) as error:
-            if self._is_aborted:
-                raise RequestError("the request was ended") from None
+            if self._has_hung_up:
+                raise RequestError("the request was ended", is_final=True) from None
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise RequestError(f"{self.name}{path} gave no answer: {reason}") from None
         finally:
-            if not is_done:
-                self._drop()
+            if connection is not None:
+                self._give_back(connection, is_good=False)
 
     def hang_up(self) -> None:
         with self._lock:
-            self._is_aborted = True
-            sockets = list(self._sockets)
-        for sock in sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            self._has_hung_up = True
+            for connection in self._busy:
+                with contextlib.suppress(OSError):
+                    connection.socket.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def close(self) -> None:
         self.hang_up()
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
 
     def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float
-    ) -> http.client.HTTPResponse:
-        data = None if body is None else json.dumps(body).encode()
-        is_fresh = getattr(self._local, "connection", None) is None
-        for _ in range(2):
-            connection, sock = self._connected(deadline)
+        self, method: str, path: str, data: bytes | None, deadline: float
+    ) -> tuple[_Connection, http.client.HTTPResponse]:
+        while True:
+            connection = self._take(deadline)
             try:
-                sock.settimeout(max(deadline - time.monotonic(), 0.001))
-                connection.request(method, self._base + path, data, self._headers)
-                return connection.getresponse()
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                # a kept-alive connection that the server closed meanwhile; nothing was answered on it
-                self._drop()
-                if is_fresh:
+                return connection, connection.send(method, self._base + path, data, self._headers, deadline)
+            except BaseException as error:
+                self._give_back(connection, is_good=False)
+                # a kept connection that the server closed meanwhile: nothing was answered on it
+                is_stale = isinstance(error, http.client.RemoteDisconnected | BrokenPipeError | ConnectionResetError)
+                if not is_stale or not connection.is_used or self._has_hung_up:
                     raise
-                is_fresh = True
-        raise AssertionError("unreachable")
 
-    def _connected(self, deadline: float) -> tuple[http.client.HTTPConnection, socket.socket]:
-        if self._is_aborted:
-            raise ConnectionAbortedError
-        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+    def _take(self, deadline: float) -> _Connection:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
         if connection is None:
-            timeout = max(min(CONNECT_TIMEOUT_S, deadline - time.monotonic()), 0.001)
-            if self._is_tls:
-                context = ssl.create_default_context()
-                connection = http.client.HTTPSConnection(self._host, self._port, timeout=timeout, context=context)
-            else:
-                connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
-            connection.connect()
-            sock: socket.socket = connection.sock
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                self._sockets.add(sock)
-            self._local.connection, self._local.sock = connection, sock
-            if self._is_aborted:
+            connection = _Connection(self._host, self._port, is_tls=self._is_tls, deadline=deadline)
+        with self._lock:
+            if self._has_hung_up:
+                connection.close()
                 raise ConnectionAbortedError
-        return connection, self._local.sock
+            self._busy.add(connection)
+        return connection
 
-    def _drop(self) -> None:
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            with self._lock:
-                self._sockets.discard(self._local.sock)
-            connection.close()
-            self._local.connection = self._local.sock = None
+    def _give_back(self, connection: _Connection, *, is_good: bool) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            if is_good and not self._has_hung_up:
+                connection.is_used = True
+                self._idle.append(connection)
+            else:
+                connection.close()
 
-    def _read_lines(self, response: http.client.HTTPResponse, deadline: float) -> Iterator[bytes]:
-        sock = self._local.sock
+
+class _Connection:
+    """One connection; used by one thread at a time."""
+
+    def __init__(self, host: str, port: int | None, *, is_tls: bool, deadline: float) -> None:
+        timeout_s = max(min(CONNECT_TIMEOUT_S, deadline - time.monotonic()), 0.001)
+        self.is_used = False
+        """Whether an answer came over it before."""
+        if is_tls:
+            context = ssl.create_default_context()
+            self._http: http.client.HTTPConnection = http.client.HTTPSConnection(
+                host, port, timeout=timeout_s, context=context
+            )
+        else:
+            self._http = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        self._http.connect()
+        self.socket: socket.socket = self._http.sock
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(
+        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], deadline: float
+    ) -> http.client.HTTPResponse:
+        """Send one request and read the head of its answer."""
+        self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
+        self._http.request(method, path, data, dict(headers))
+        return self._http.getresponse()
+
+    def lines(self, response: http.client.HTTPResponse, deadline: float) -> Iterator[bytes]:
+        """The body, line by line."""
+        rest = b""
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            if sock.fileno() >= 0:  # closed by http.client once an answer without keep-alive was read
-                sock.settimeout(left)
-            line = response.readline()
-            if not line:
-                return
-            yield line
+            if self.socket.fileno() >= 0:  # closed by http.client once an answer without keep-alive was read
+                self.socket.settimeout(left)
+            data = response.read1(1 << 16)  # one read each: what trickles in is bounded too
+            if not data:
+                break
+            *whole, rest = (rest + data).split(b"\n")
+            yield from (line + b"\n" for line in whole)
+        if rest:
+            yield rest
+        response.read()  # lets go of the connection
+
+    def close(self) -> None:
+        """Close it, with an answer that is still under way."""
+        self._http.close()

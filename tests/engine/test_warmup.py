@@ -109,11 +109,9 @@ def test_offline_engine_has_the_servers_identity(
     for name, value in engine_environment(server.runtime_dir).items():
         monkeypatch.setenv(name, value)
 
-    done = kvsnap(
-        *["warmup", "--model", tiny_model, "--cache-dir", options["cache_dir"], "--engine-log", log, "--json"],
-        *[prompts, more, "--text-as", "system", "--", *flags],
-        runtime_dir=server.runtime_dir,
-    )
+    arguments: list[str | Path] = ["warmup", "--model", tiny_model, "--cache-dir", options["cache_dir"], "--json"]
+    arguments += ["--engine-log", log, prompts, more, "--text-as", "system", "--", *flags]
+    done = kvsnap(*arguments, runtime_dir=server.runtime_dir)
 
     assert done.returncode == 0, done.stderr + log.read_text()[-6000:]
     report = json.loads(done.stdout)

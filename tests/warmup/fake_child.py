@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from tests.warmup.fake_server import BLOCK, FakeServer
+from tests.warmup.fake_server import FakeServer
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         elif path == "/v1/models":
             reply(number, 200, json.dumps({"data": [{"id": "fake"}]}))
         elif path == "/metrics":
-            reply(number, 200, f'vllm:cache_config_info{{block_size="{BLOCK}"}} 1.0\n')
+            reply(number, 200, fake.metrics())
         elif path == "/reset_prefix_cache":
             reply(number, 200, json.dumps({"success": True}))
         elif path == "/tokenize":

@@ -35,6 +35,8 @@ class FakeServer:
     breaks_off: bool = False
     """Answers end before their usage."""
     delay_s: float = 0.0
+    trickles: bool = False
+    """Answers come a byte at a time, without an end."""
     hangs_after: int | None = None
     """Generations from this one on never answer."""
     template: Callable[[str], str] = lambda text: text
@@ -42,6 +44,7 @@ class FakeServer:
     sent: list[tuple[str, list[int]]] = field(default_factory=list)
     """Path and tokens of all generations, in order of arrival."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    connections: set[tuple[str, int]] = field(default_factory=set)
     most_at_once: int = 0
     blocks: set[tuple[int, ...]] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
@@ -64,6 +67,18 @@ class FakeServer:
         text += "<assistant>" if body.get("add_generation_prompt", True) else ""
         return [ord(char) for char in self.template(text)]
 
+    def metrics(self) -> str:
+        return "".join(
+            f"{line}\n"
+            for line in (
+                "# HELP vllm:prompt_tokens_total Number of prefill tokens processed.",
+                f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0',
+                f'vllm:prompt_tokens_total{{engine="0"}} {self.counts["prompt"]}',
+                f'vllm:prompt_tokens_cached_total{{engine="0"}} {self.counts["cached"]}',
+                f'vllm:prompt_tokens_cached_by_source_total{{source="device"}} {self.counts["cached"]}',
+            )
+        )
+
     def compute(self, ids: list[int]) -> int:
         """Cached tokens of a prompt; what it lacked is there afterwards."""
         with self.lock:
@@ -80,7 +95,8 @@ class FakeServer:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Http  # type: ignore[assignment]
+    disable_nagle_algorithm = True
+    server: Http
 
     def do_GET(self) -> None:
         self._serve({})
@@ -91,16 +107,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def _serve(self, body: dict[str, Any]) -> None:
         fake = self.server.fake
+        fake.connections.add(self.client_address)
         if fake.api_key is not None and self.headers.get("Authorization") != f"Bearer {fake.api_key}":
             self._answer(401, {"error": {"message": "invalid key"}})
         elif self.path == "/v1/models":
             self._answer(200, {"data": [{"id": model} for model in fake.models]})
         elif self.path == "/metrics" and fake.has_metrics:
-            text = f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0\n'
-            text += f'vllm:prompt_tokens_total{{engine="0"}} {fake.counts["prompt"]}\n'
-            text += f'vllm:prompt_tokens_cached_total{{engine="0"}} {fake.counts["cached"]}\n'
-            text += f'vllm:prompt_tokens_cached_by_source_total{{source="device"}} {fake.counts["cached"]}\n'
-            self._answer(200, text)
+            self._answer(200, fake.metrics())
         elif self.path == "/tokenize" and fake.has_tokenize:
             ids = fake.render(self.path, body)
             pieces = [chr(i).replace(" ", "\u0120").replace("\n", "\u010a") for i in ids]
@@ -127,6 +140,9 @@ class Handler(BaseHTTPRequestHandler):
                 fake.release.wait(30)
                 self.close_connection = True
                 return
+            if fake.trickles:
+                self._trickle(fake)
+                return
             time.sleep(fake.delay_s)
             if fake.refuses and fake.refuses in "".join(map(chr, ids)):
                 status = 400
@@ -144,6 +160,13 @@ class Handler(BaseHTTPRequestHandler):
         events = [{"choices": [choice]}, {"choices": [], "usage": usage}][: 1 if fake.breaks_off else 2]
         text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         self._answer(200, text)
+
+    def _trickle(self, fake: FakeServer) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        while not fake.release.wait(0.01):
+            self.wfile.write(b"d")
 
     def _answer(self, status: int, body: dict[str, Any] | str) -> None:
         data = (body if isinstance(body, str) else json.dumps(body)).encode()

@@ -27,7 +27,7 @@ def test_shards_cover_everything_once_and_keep_groups_whole(keys: list[int], cou
 
 def test_group_key_is_the_common_start() -> None:
     start = list(range(300))
-    a, b, c = start[:256] + [1], start[:256] + [2], start[:255] + [3, 4]
+    a, b, c = [*start[:256], 1], [*start[:256], 2], [*start[:255], 3, 4]
 
     def key(ids: list[int], salt: str | None = None) -> object:
         return group_key(ids, salt=salt, model="m")
@@ -51,7 +51,7 @@ def test_a_hit_is_whole_blocks_and_never_the_last_token() -> None:
 def test_estimate_knows_what_is_on_disk(tmp_path: Path) -> None:
     """Exactly what an engine stores: full chunks and one short one, shared ones once, resident ones not again."""
     ns = make_namespace()
-    ids, other = prompt(1, 3 * 64 + 40), prompt(2, 2 * 64, shared=64)
+    ids, other = prompt(1, 3 * 64 + 40, shared=64), prompt(2, 2 * 64, shared=64)
     (written,) = store(tmp_path, ns, chain(ns, ids[: 2 * 64]))
     directory = tmp_path / ns.dirname
 
@@ -59,9 +59,5 @@ def test_estimate_knows_what_is_on_disk(tmp_path: Path) -> None:
 
     assert len(written.entries) == 2
     assert found.resident_tokens == 128
-    assert found.tokens == 3 * 64 + 32 + 64 + (0 if ids[:64] == other[:64] else 64)
-    assert found.missing_bytes == sum(ns.geometry.chunk_bytes(n) for n in _missing(found.tokens - 128))
-
-
-def _missing(tokens: int) -> list[int]:
-    return [64] * (tokens // 64) + ([tokens % 64] if tokens % 64 else [])
+    assert found.tokens == 3 * 64 + 32 + 64
+    assert found.missing_bytes == sum(ns.geometry.chunk_bytes(tokens) for tokens in (64, 32, 64))

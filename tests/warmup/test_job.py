@@ -47,17 +47,26 @@ def texts(count: int) -> list[Prompt]:
     return [text(i, f"{i:04}" + "-" * 60) for i in range(count)]
 
 
-def job(fake: FakeServer, prompts: list[Prompt], *, timeout_s: float = 10.0, **options: Any) -> Warmup:
-    transport = HttpTransport(fake.url, api_key=options.pop("api_key", None))
-    return Warmup(Server(transport, timeout_s=timeout_s), prompts, Options(**options), now=options.pop("now", NOW))
+def job(fake: FakeServer, prompts: list[Prompt], transport: HttpTransport, timeout_s: float, **options: Any) -> Warmup:
+    return Warmup(Server(transport, timeout_s=timeout_s), prompts, Options(**options), now=NOW)
 
 
-def run(fake: FakeServer, prompts: list[Prompt], **options: Any) -> WarmupReport:
-    return job(fake, prompts, **options).run()
+def run(
+    fake: FakeServer, prompts: list[Prompt], *, timeout_s: float = 10.0, api_key: str | None = None, **options: Any
+) -> WarmupReport:
+    transport = HttpTransport(fake.url, api_key=api_key)
+    try:
+        return job(fake, prompts, transport, timeout_s, **options).run()
+    finally:
+        transport.close()
 
 
-def plan(fake: FakeServer, prompts: list[Prompt], **options: Any) -> WarmupPlan:
-    return job(fake, prompts, **options).plan()
+def plan(fake: FakeServer, prompts: list[Prompt]) -> WarmupPlan:
+    transport = HttpTransport(fake.url)
+    try:
+        return job(fake, prompts, transport, 10.0).plan()
+    finally:
+        transport.close()
 
 
 def test_computes_once_and_proves_by_a_second_request(fake: FakeServer) -> None:
@@ -243,6 +252,24 @@ def test_request_that_hangs_fails_alone(fake: FakeServer) -> None:
     assert "gave no answer within 0.1 s" in report.failures[0].reason
 
 
+def test_answer_that_trickles_is_bounded(fake: FakeServer) -> None:
+    """Each byte comes in time, the answer never does."""
+    fake.trickles = True
+    started = time.monotonic()
+
+    report = run(fake, texts(1), timeout_s=0.2)
+
+    assert (report.state, report.num_failed) == ("cold", 1)
+    assert time.monotonic() - started < 5
+
+
+def test_connections_are_kept(fake: FakeServer) -> None:
+    """As many as there are requests at once, whatever the number of requests."""
+    run(fake, texts(5), concurrency=1)
+
+    assert len(fake.connections) == 1
+
+
 def test_budget_ends_a_hanging_server(fake: FakeServer) -> None:
     """Nothing that hangs keeps it any longer; what was not reached is counted, not failed."""
     fake.hangs_after = 3
@@ -269,7 +296,7 @@ def test_budget_keeps_what_is_proved(fake: FakeServer) -> None:
     run(fake, texts(3))
     fake.hangs_after = len(fake.sent) + 4
 
-    report = run(fake, texts(6), concurrency=1, budget_s=0.3)
+    report = run(fake, texts(6), concurrency=1, budget_s=1.0)
 
     assert (report.num_resident, report.num_left) == (3, 3)
 
@@ -342,4 +369,8 @@ def test_template_that_changes_with_every_rendering(fake: FakeServer) -> None:
     report = run(fake, [chat(1, "why")])
 
     assert (report.state, report.num_unproved) == ("cold", 1)
-    assert (report.volatile[0].kind, report.volatile[0].origin, report.volatile[0].position) == ("change", "template", 5)
+    assert (report.volatile[0].kind, report.volatile[0].origin, report.volatile[0].position) == (
+        "change",
+        "template",
+        5,
+    )

@@ -52,6 +52,7 @@ def test_same_job_over_pipes(child: list[OfflineTransport]) -> None:
 
     assert (report.state, report.num_warmed, report.num_prompts) == ("warm", 2, 2)
     assert report.target == "the offline engine of fake"
+    assert report.cached_by_source == {"device": report.proved_tokens}
 
 
 def test_clock_of_the_template_is_moved(child: list[OfflineTransport]) -> None:

@@ -48,7 +48,13 @@ def test_forms(tmp_path: Path) -> None:
 
 def test_openai_batch_lines(tmp_path: Path) -> None:
     """What decides the tokens stays, what decides the answer goes."""
-    body = {"model": "m", "messages": MESSAGES, "chat_template_kwargs": {"thinking": False}, "max_tokens": 9, "top_p": 0.1}
+    body = {
+        "model": "m",
+        "messages": MESSAGES,
+        "chat_template_kwargs": {"thinking": False},
+        "max_tokens": 9,
+        "top_p": 0.1,
+    }
     line = {"custom_id": "req-1", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
     (found,) = read(tmp_path, line)
@@ -101,7 +107,10 @@ def test_unescaped_line_separators_stay_in_their_line(tmp_path: Path) -> None:
         ({"messages": [{"content": "x"}]}, 'expected an object with a "role" as message 0'),
         ({"messages": MESSAGES, "tools": {}}, 'expected a list as "tools", found an object'),
         ({"url": "/v1/embeddings", "body": {"input": "x"}}, 'expected "url" /v1/chat/completions or /v1/completions'),
-        ({"url": "/v1/completions", "body": {"messages": MESSAGES}}, 'expected a body with "prompt" for /v1/completions'),
+        (
+            {"url": "/v1/completions", "body": {"messages": MESSAGES}},
+            'expected a body with "prompt" for /v1/completions',
+        ),
         ({"url": CHAT, "method": "GET", "body": {"messages": MESSAGES}}, 'expected "method" POST, found GET'),
         ({"body": "x"}, 'expected an object as "body", found a string'),
         ({"prompt": "x", "cache_salt": 5}, 'expected a string as "cache_salt"'),
