@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from kvsnap.errors import CorruptChunkError
+from kvsnap.errors import CorruptChunkError, NotFoundError
 from kvsnap.keys import ChunkKey
 from kvsnap.known import KnownChunks, StoredShard
 from kvsnap.local_shards import FdReader, LocalShard, open_shard
@@ -119,11 +119,18 @@ class Uploader:
         else:
             is_new = storage.put_stream(source.read_and_hash, source.name)
         digest = source.hasher.sha256()
-        if not is_new and (found := storage.head(shard_name(digest)).nbytes) != nbytes:
-            raise CorruptChunkError(
-                f"{shard_name(digest)} in {self._repository.url} is damaged: expected {nbytes} bytes, "
-                f"found {found}; delete it and export again"
-            )
+        if not is_new:
+            name = shard_name(digest)
+            try:
+                found = storage.head(name).nbytes
+            except NotFoundError:  # it was there, and a prune has just deleted it
+                self._known.forget({name})
+                return self._send(shard)
+            if found != nbytes:
+                raise CorruptChunkError(
+                    f"{name} in {self._repository.url} is damaged: expected {nbytes} bytes, "
+                    f"found {found}; delete it and export again"
+                )
         return UploadedShard(digest=digest, nbytes=nbytes, blake3=source.blake3(), sent_bytes=nbytes if is_new else 0)
 
 

@@ -17,14 +17,19 @@ import click
 import kvsnap
 from kvsnap.errors import CorruptChunkError, IncompatibleError, KvsnapError
 from kvsnap_jobs.clear_cmd import clear
+from kvsnap_jobs.copy_cmd import copy
+from kvsnap_jobs.diff_cmd import diff
 from kvsnap_jobs.export_cmd import export
 from kvsnap_jobs.flush_cmd import flush
 from kvsnap_jobs.import_cmd import import_
 from kvsnap_jobs.list_cmd import list_
+from kvsnap_jobs.merge_cmd import merge
 from kvsnap_jobs.options import EXIT_FAILED, EXIT_PROBLEMS
 from kvsnap_jobs.prune_cmd import prune
+from kvsnap_jobs.rm_cmd import rm
 from kvsnap_jobs.show_cmd import show
 from kvsnap_jobs.status_cmd import status
+from kvsnap_jobs.tag_cmd import tag
 from kvsnap_jobs.verify_cmd import verify
 from kvsnap_jobs.warmup_cmd import warmup
 
@@ -66,5 +71,7 @@ def main(verbose: bool) -> None:
     logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
 
 
-for _command in (clear, export, flush, import_, list_, prune, show, status, verify, warmup):
+for _command in (
+    clear, copy, diff, export, flush, import_, list_, merge, prune, rm, show, status, tag, verify, warmup,
+):  # fmt: skip
     main.add_command(_command)

@@ -16,7 +16,9 @@ from kvsnap_jobs.repository_options import dry_run_option, single_writer_option
 @click.argument("source", metavar="URL[@REF]")
 @click.argument("target", metavar="URL")
 @click.option("--tag", metavar="NAME", help="Ref of the target that names the snapshot afterwards.")
-@click.option("--threads", metavar="N", type=click.IntRange(1, 64), default=THREADS, show_default=True)
+@click.option(
+    "--threads", metavar="N", type=click.IntRange(1, 64), default=THREADS, show_default=True, help="Shards at once."
+)
 @dry_run_option
 @single_writer_option
 @json_option

@@ -11,6 +11,7 @@ from kvsnap.selection import SELECTS, Select
 from kvsnap.snapshot_export import ExportReport, export_snapshot, match_namespaces
 from kvsnap_jobs.options import EXIT_PROBLEMS, SIZE, cache_dir_option, json_option, namespace_option
 from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
+from kvsnap_jobs.repository_options import single_writer_option
 
 
 @click.command()
@@ -28,6 +29,7 @@ from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
 )
 @click.option("--salted", is_flag=True, help="Also chunks of requests with a cache salt (they belong to a tenant).")
 @click.option("--no-flush", is_flag=True, help="Don't ask live engines to write their DRAM tier first.")
+@single_writer_option
 @json_option
 @click.pass_context
 def export(
@@ -40,6 +42,7 @@ def export(
     select: Select,
     salted: bool,
     no_flush: bool,
+    single_writer: bool,
     as_json: bool,
 ) -> None:
     """Export the chunks of a cache directory to a repository, as a snapshot.
@@ -72,6 +75,7 @@ def export(
             select=select,
             include_salted=salted,
             flush=not no_flush,
+            single_writer=single_writer,
             progress=bar,
         )
     for problem in report.damaged:

@@ -9,6 +9,8 @@ import click
 from kvsnap.cache_prune import CachePruneReport, prune_cache
 from kvsnap_jobs.options import AGE, EXIT_FAILED, cache_dir_option, dram_dir_option, json_option
 from kvsnap_jobs.output import print_json, print_table, size_text, time_text
+from kvsnap_jobs.prune_repository_text import prune_url
+from kvsnap_jobs.repository_options import single_writer_option
 
 
 @click.command()
@@ -20,7 +22,16 @@ from kvsnap_jobs.output import print_json, print_table, size_text, time_text
 )  # fmt: skip
 @dram_dir_option
 @click.option("--all-dram", is_flag=True, help="With --cache-dir: also DRAM files of your other cache directories.")
+@click.option(
+    "--grace", "grace_s", type=AGE, default="1d", show_default=True, metavar="AGE",
+    help="With URL: how long what no snapshot needs stays after a prune first found it so.",
+)  # fmt: skip
+@click.option(
+    "--untagged-for", "untagged_s", type=AGE, metavar="AGE",
+    help="With URL: also remove snapshots older than this that no ref names. Without, they stay.",
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show what would go; remove nothing.")
+@single_writer_option
 @json_option
 def prune(
     url: str | None,
@@ -28,7 +39,10 @@ def prune(
     unused_for_s: float,
     dram_dir: Path,
     all_dram: bool,
+    grace_s: float,
+    untagged_s: float | None,
     dry_run: bool,
+    single_writer: bool,
     as_json: bool,
 ) -> None:
     """Remove what nobody needs any more.
@@ -38,16 +52,30 @@ def prune(
     shards; what dead writers and engines left. Never anything that a live engine uses.
     Lists all of it with size and last use, also what stays, and why.
 
+    With URL: shards, catalogs and manifests that no snapshot of the repository needs,
+    after the grace period, and what interrupted writes left. Never anything that a
+    running export, copy or merge may rely on. Bytes go in two steps: the first prune
+    marks them, and one that runs after the grace period deletes them.
+
     \b
     Exit status:
       0  done (or with --dry-run: shown)
-      1  it could not be done (no such directory, no access, something did not go)
+      1  it could not be done (no such directory, no access, something did not go, another prune runs)
       2  wrong usage
+      3  with URL: a manifest or a ref is damaged or of a later version; nothing was deleted
     """
     if (url is None) == (cache_dir is None):
         raise click.UsageError("name either a repository (URL) or a cache directory (--cache-dir DIR)")
     if cache_dir is None:
-        raise click.UsageError("pruning a repository is not there yet; name a cache directory (--cache-dir DIR)")
+        prune_url(
+            url or "",
+            grace_s=grace_s,
+            untagged_s=untagged_s,
+            dry_run=dry_run,
+            single_writer=single_writer,
+            as_json=as_json,
+        )
+        return
     report = prune_cache(
         cache_dir, unused_for_s=unused_for_s, dram_dir=dram_dir, all_dram=all_dram, dry_run=dry_run
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
 from kvsnap.manifest import DIGEST_PREFIX
@@ -48,7 +50,7 @@ def tag(
     if history:
         rows = ref_history(url, ref)
         if as_json:
-            print_json({"ref": ref, "history": rows})
+            print_json({"ref": ref, "history": [asdict(row) for row in rows]})
         else:
             print_table(
                 ("SNAPSHOT", "SINCE", ""),
