@@ -98,6 +98,7 @@ class Server:
         self._command = command
         self._env = engine_environment(self.runtime_dir, env)
         self._process: subprocess.Popen[bytes] | None = None
+        self._clients: list[Client] = []
         self.start_s = 0.0
 
     def __enter__(self) -> Server:
@@ -130,7 +131,7 @@ class Server:
     def wait_ready(self, timeout_s: float = START_SECONDS) -> None:
         """Wait for /health."""
         deadline = time.monotonic() + timeout_s
-        client = Client(self.port, timeout_s=10)
+        client = self.client(timeout_s=10)
         while True:
             if self.exit_code() is not None:
                 raise RuntimeError(f"the server ended with {self.exit_code()}:\n{self.log_tail()}")
@@ -146,8 +147,9 @@ class Server:
             time.sleep(0.1)
 
     def client(self, timeout_s: float = 600.0) -> Client:
-        """A client with a connection of its own."""
-        return Client(self.port, timeout_s=timeout_s)
+        """A client with a connection of its own; closed at the latest when the server is killed."""
+        self._clients.append(Client(self.port, timeout_s=timeout_s))
+        return self._clients[-1]
 
     def exit_code(self) -> int | None:
         """The API server's exit status; None while it runs."""
@@ -171,6 +173,8 @@ class Server:
 
     def kill(self) -> None:
         """`kill -9` of all its processes at once; returns when none is left."""
+        while self._clients:
+            self._clients.pop().close()
         if self._process is None:
             return
         leader = self._process.pid

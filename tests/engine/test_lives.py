@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ def load(server: Server, seed: int) -> Iterator[None]:
     over = threading.Event()
 
     def work(number: int) -> None:
-        client = server.client(timeout_s=60)
-        with suppress(OSError, ServerError, ValueError):
+        client = Client(server.port, timeout_s=60)
+        with suppress(OSError, HTTPException, ServerError, ValueError):
             while not over.is_set():
                 number += 2
                 client.complete(random_prompt(number, 6 * CHUNK), max_tokens=2)
