@@ -104,7 +104,7 @@ class DiskTier:
             self._check_namespace()
         else:
             recorded = self._prepare(cap_bytes)
-        self._room = Room(self.cache_dir, self.dir, cap_bytes or recorded or _default_cap(self.cache_dir), self._lock)
+        self._room = Room(self.cache_dir, self.dir, cap_bytes or recorded or quota.default_cap(self.cache_dir), self._lock)
 
     @property
     def cap_bytes(self) -> int:
@@ -492,10 +492,3 @@ class DiskTier:
 
     def _path(self, shard_id: str) -> Path:
         return self._shards / paths.shard_name(shard_id)
-
-
-def _default_cap(cache_dir: Path) -> int:
-    """Also for a directory that isn't there (read-only)."""
-    while not cache_dir.exists():
-        cache_dir = cache_dir.parent
-    return quota.default_cap(cache_dir)

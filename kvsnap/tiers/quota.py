@@ -62,7 +62,9 @@ def write_marker(cache_dir: Path, cap_bytes: int | None) -> None:
 
 
 def default_cap(cache_dir: Path) -> int:
-    """80 % of the file system that holds `cache_dir`."""
+    """80 % of the file system that holds `cache_dir`, or will once it is made."""
+    while not cache_dir.exists():
+        cache_dir = cache_dir.parent
     found = os.statvfs(cache_dir)
     return int(found.f_blocks * found.f_frsize * DEFAULT_SHARE)
 
