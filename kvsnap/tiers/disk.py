@@ -104,7 +104,9 @@ class DiskTier:
             self._check_namespace()
         else:
             recorded = self._prepare(cap_bytes)
-        self._room = Room(self.cache_dir, self.dir, cap_bytes or recorded or quota.default_cap(self.cache_dir), self._lock)
+        self._room = Room(
+            self.cache_dir, self.dir, cap_bytes or recorded or quota.default_cap(self.cache_dir), self._lock
+        )
 
     @property
     def cap_bytes(self) -> int:
