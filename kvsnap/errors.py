@@ -3,6 +3,7 @@
 KvsnapError
 ├── CorruptChunkError   recompute: drop the chunk and treat it as a miss
 ├── IncompatibleError   refuse: made by another model, layout or format version
+│   └── UntrustedError  refuse: nobody who is trusted has signed it
 ├── NotFoundError       check the name (also a KeyError)
 ├── TierFullError       evict or skip: nothing was stored
 ├── StorageError        retry: the disk or the object store failed
@@ -27,6 +28,10 @@ class IncompatibleError(KvsnapError):
         super().__init__(message)
         self.fields = fields
         """Dotted names of the fields that differ or are wrong, as `differing_fields` gives them."""
+
+
+class UntrustedError(IncompatibleError):
+    """Not signed by anybody who is trusted. Never use it."""
 
 
 class NotFoundError(KvsnapError, KeyError):

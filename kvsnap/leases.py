@@ -63,7 +63,7 @@ class LeaseRecord:
     id: str
     """Random, of one holder."""
     kind: str
-    """What the holder does: `export`, `copy`, `merge`, `tag`, `prune`."""
+    """What the holder does: `export`, `copy`, `merge`, `tag`, `sign`, `prune`."""
     owner: str
     """User, host and process; for people."""
     process: str

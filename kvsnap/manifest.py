@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
+import kvsnap
 from kvsnap.canonical import MAX_INTEGER, canonical_json, sha256_hex
 from kvsnap.errors import CorruptChunkError, IncompatibleError, KvsnapError
 from kvsnap.fields import Fields, get_int, get_list, get_mapping, get_str
@@ -159,11 +160,7 @@ def decode_manifest(data: bytes, *, expect: Digest) -> Manifest:
         CorruptChunkError: it is not the object of this digest, or makes no sense.
         IncompatibleError: it needs a later kvsnap.
     """
-    found = sha256_hex(data)
-    if found != expect:
-        raise CorruptChunkError(
-            f"manifest {expect[:12]} is damaged: expected sha256 {expect[:12]}, read {found[:12]}; export again"
-        )
+    check_manifest_digest(data, expect)
     try:
         obj = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_refuse)
     except (ValueError, RecursionError) as error:
@@ -175,6 +172,19 @@ def decode_manifest(data: bytes, *, expect: Digest) -> Manifest:
         return _from_json(obj)
     except (KvsnapError, RecursionError) as error:
         raise CorruptChunkError(f"manifest {expect[:12]} makes no sense: {error}") from None
+
+
+def check_manifest_digest(data: bytes, expect: Digest) -> None:
+    """Whether these are the bytes of the manifest with this digest.
+
+    Raises:
+        CorruptChunkError: they are not.
+    """
+    found = sha256_hex(data)
+    if found != expect:
+        raise CorruptChunkError(
+            f"manifest {expect[:12]} is damaged: expected sha256 {expect[:12]}, read {found[:12]}; export again"
+        )
 
 
 def parse_digest(text: object) -> Digest:
@@ -198,10 +208,14 @@ def _check_version(obj: Fields, digest: Digest) -> None:
             ("format",),
         )
     features = obj.get("required_features")
-    if isinstance(features, list) and (unknown := sorted({str(name) for name in features} - FEATURES)):
+    if not isinstance(features, list) or not all(isinstance(name, str) for name in features):
+        raise CorruptChunkError(f"manifest {digest[:12]} makes no sense: required_features is no list of names")
+    if unknown := sorted(set(features) - FEATURES):
+        writer = obj.get("writer")
+        by = f" (written by kvsnap {writer.get('version')!s:.20})" if isinstance(writer, dict) else ""
         raise IncompatibleError(
-            f"manifest {digest[:12]} requires features {', '.join(unknown)[:200]}, which this kvsnap doesn't know; "
-            "upgrade kvsnap",
+            f"manifest {digest[:12]}{by} requires features {', '.join(unknown)[:200]}, which this kvsnap "
+            f"{kvsnap.__version__} doesn't know; upgrade kvsnap",
             ("required_features",),
         )
 
@@ -243,7 +257,7 @@ def _from_json(obj: Fields) -> Manifest:
             num_prefixes=_size(totals, "prefixes", MAX_ROWS),
         ),
         parent=None if obj["parent"] is None else parse_digest(obj["parent"]),
-        required_features=tuple(str(name) for name in get_list(obj, "required_features")),
+        required_features=tuple(get_list(obj, "required_features")),
         annotations=annotations,
         extra={name: value for name, value in obj.items() if name not in _KNOWN},
     )

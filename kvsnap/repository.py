@@ -4,6 +4,7 @@
     shards/ab/<sha256>.safetensors    immutable
     catalogs/<sha256>.parquet         immutable
     manifests/<sha256>.json           immutable; this is the snapshot
+    manifests/<sha256>.sig            who signed it (see `kvsnap.signing`)
     refs/<name>.json                  names of snapshots
     leases/  gc/                      who writes, and what is to be deleted
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -23,24 +23,33 @@ from typing import Any
 
 from kvsnap.canonical import canonical_json, sha256_hex
 from kvsnap.catalog import Catalog, decode_catalog
-from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
-from kvsnap.manifest import DIGEST_PREFIX, MAX_MANIFEST_BYTES, Digest, Manifest, decode_manifest, parse_digest
+from kvsnap.errors import ConfigError, CorruptChunkError, KvsnapError, NotFoundError
+from kvsnap.features import FEATURES as FEATURES  # re-exported
+from kvsnap.features import KIND, check_marker, decode_marker
+from kvsnap.features import MARKER_NAME as MARKER_NAME
+from kvsnap.manifest import (
+    DIGEST_PREFIX,
+    MAX_MANIFEST_BYTES,
+    Digest,
+    Manifest,
+    check_manifest_digest,
+    decode_manifest,
+    parse_digest,
+)
 from kvsnap.namespace import FORMAT
+from kvsnap.signing import check_signed
 from kvsnap.storage import Capabilities, LocalStorage, Storage, open_storage, probe_storage
 from kvsnap.storage.wrapper import WrapperStorage
+from kvsnap.trust import TrustedKeys
 
 log = logging.getLogger(__name__)
 
-MARKER_NAME = "kvsnap.json"
 MAX_SMALL_BYTES = 64 << 10
 """Largest marker or ref that is read."""
-KIND = "repository"
 MAX_HISTORY = 100
 """Earlier states that a ref remembers."""
 PROBE_PREFIX = "gc/probe-"
 """What a probe of the storage leaves when it is killed; see `kvsnap.storage.probe`."""
-FEATURES: Mapping[str, frozenset[str]] = {name: frozenset() for name in ("delete", "read", "verify", "write")}
-"""Features of a repository that this version knows, per operation; none yet."""
 
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -171,22 +180,8 @@ class Repository:
             data = self.storage.get(MARKER_NAME, max_bytes=MAX_SMALL_BYTES)
         except NotFoundError:
             raise NotFoundError(f"there is no kvsnap repository at {self.url}: kvsnap.json is missing") from None
-        marker = _object(data, f"kvsnap.json in {self.url}")
-        version = marker.get("format")
-        if marker.get("kind") != KIND or isinstance(version, bool) or not isinstance(version, int):
-            raise ConfigError(f"{self.url} is no kvsnap repository (kvsnap.json names another kind); is it a cache?")
-        if version > FORMAT:
-            raise IncompatibleError(
-                f"repository {self.url} has format version {version}, this kvsnap reads up to {FORMAT}; upgrade kvsnap",
-                ("format",),
-            )
-        features = marker.get("features")
-        required = features.get(operation, []) if isinstance(features, dict) else []
-        if unknown := sorted({str(name) for name in required} - FEATURES[operation]):
-            raise IncompatibleError(
-                f"repository {self.url} requires features {', '.join(unknown)[:200]} to {operation}; upgrade kvsnap",
-                ("features",),
-            )
+        marker = decode_marker(data, self.url)
+        check_marker(marker, operation, self.url)
         if operation in ("write", "delete"):
             self._check_store(Capabilities.from_json(marker.get("store")), single_writer=single_writer)
 
@@ -251,13 +246,26 @@ class Repository:
             raise NotFoundError(f"{self.url} has no ref {name}; see `kvsnap list {self.url}`") from None
         return decode_ref(data, f"ref {name} in {self.url}")
 
-    def manifest(self, snapshot: Digest) -> Manifest:
-        """Read a manifest, digest first.
+    def manifest(self, snapshot: Digest, *, trusted: TrustedKeys | None = None) -> Manifest:
+        """Read a manifest: its digest first, with `trusted` then who signed it, and only then what it says.
 
         Raises:
             NotFoundError: it is not there.
             CorruptChunkError: it is damaged.
+            UntrustedError: none of `trusted` signed it.
             IncompatibleError: it needs a later kvsnap.
+        """
+        data = self.manifest_bytes(snapshot)
+        if trusted is not None:
+            check_signed(self.storage, data, trusted)
+        return decode_manifest(data, expect=snapshot)
+
+    def manifest_bytes(self, snapshot: Digest) -> bytes:
+        """The bytes of a manifest, by their digest the right ones.
+
+        Raises:
+            NotFoundError: it is not there.
+            CorruptChunkError: it is damaged.
         """
         try:
             data = self.storage.get(manifest_name(snapshot), max_bytes=MAX_MANIFEST_BYTES)
@@ -265,7 +273,8 @@ class Repository:
             raise NotFoundError(
                 f"snapshot {snapshot[:12]} is not in {self.url}: {manifest_name(snapshot)} is missing; export again"
             ) from None
-        return decode_manifest(data, expect=snapshot)
+        check_manifest_digest(data, snapshot)
+        return data
 
     def catalog_bytes(self, manifest: Manifest) -> bytes:
         """The bytes of a snapshot's catalog, by size and digest the right ones.

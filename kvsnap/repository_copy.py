@@ -8,6 +8,7 @@ store that can copy by itself, the bytes of shards don't come by here.
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,14 @@ from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
 from kvsnap.gc_lists import read_lists, removed_snapshots
 from kvsnap.manifest import MAX_MANIFEST_BYTES, Digest, Manifest, ShardRecord, decode_manifest
 from kvsnap.refs import move_ref
-from kvsnap.repository import MAX_SMALL_BYTES, Repository, manifest_name, ref_name, shard_name
+from kvsnap.repository import Repository, manifest_name, ref_name, shard_name
 from kvsnap.runtime import widen_affinity
+from kvsnap.signing import read_signatures, signature_name, store_signature
 from kvsnap.storage import Storage
 from kvsnap.transfer import Progress, pieces
 from kvsnap.writing import WriteSession, publish_snapshot, under_lease
+
+log = logging.getLogger(__name__)
 
 THREADS = 4
 
@@ -131,7 +135,7 @@ class _Copy:
             catalog = self._source.catalog_bytes(manifest)
             data = self._source.storage.get(manifest_name(snapshot), max_bytes=MAX_MANIFEST_BYTES)
             decode_manifest(data, expect=snapshot)
-            self._copy_signature(snapshot)
+            self._copy_signatures(session, snapshot)
             publish_snapshot(self._target, session, catalog=catalog, manifest=data)
         for name, snapshot in refs.items():
             move_ref(self._target, name, snapshot)
@@ -188,13 +192,17 @@ class _Copy:
                 f"{record.nbytes} bytes, read {found[:12]} of {nbytes}; export it again"
             )
 
-    def _copy_signature(self, snapshot: Digest) -> None:
-        name = f"manifests/{snapshot}.sig"
+    def _copy_signatures(self, session: WriteSession, snapshot: Digest) -> None:
+        """They are bound to the manifest's bytes, so they are as good there; the target's own stay."""
         try:
-            data = self._source.storage.get(name, max_bytes=MAX_SMALL_BYTES)
-        except NotFoundError:
+            signatures = read_signatures(self._source.storage, snapshot)
+        except CorruptChunkError as error:
+            log.warning("kvsnap: %s: not copied", error)
             return
-        self._target.storage.put_if_absent(name, data)
+        if signatures:
+            session.keep([signature_name(snapshot)])
+        for item in signatures:
+            store_signature(self._target.storage, snapshot, item)
 
     def _report_done(self, nbytes: int) -> None:
         if self._progress is not None:

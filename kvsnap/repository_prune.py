@@ -36,6 +36,7 @@ from kvsnap.leases import LEASE_S, PRUNE_LEASE, Lease, LeaseRecord, break_lease,
 from kvsnap.manifest import Digest
 from kvsnap.repository import PROBE_PREFIX, Repository, catalog_name, manifest_name, shard_name
 from kvsnap.runtime import widen_affinity
+from kvsnap.signing import signature_name
 from kvsnap.storage import Storage
 from kvsnap.transfer import Progress
 
@@ -211,7 +212,7 @@ class _Prune:
                     raise IncompatibleError(message, error.fields) from error
                 raise CorruptChunkError(message) from error
             snapshots.add(snapshot)
-            names |= {manifest_name(snapshot), _signature(snapshot), catalog_name(manifest.catalog.digest)}
+            names |= {manifest_name(snapshot), signature_name(snapshot), catalog_name(manifest.catalog.digest)}
             names.update(shard_name(shard.digest) for shard in manifest.shards)
         return _Needed(names, snapshots)
 
@@ -317,7 +318,3 @@ def _kind(name: str) -> int | None:
 
 def _order(name: str) -> tuple[int, str]:
     return _kind(name) or 0, name
-
-
-def _signature(snapshot: Digest) -> str:
-    return f"manifests/{snapshot}.sig"

@@ -21,7 +21,14 @@ import kvsnap
 from kvsnap.canonical import sha256_hex
 from kvsnap.catalog import Catalog, encode_catalog
 from kvsnap.engines import FLUSH_TIMEOUT_S, flush_engines
-from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
+from kvsnap.errors import (
+    ConfigError,
+    CorruptChunkError,
+    IncompatibleError,
+    KvsnapError,
+    NotFoundError,
+    UntrustedError,
+)
 from kvsnap.gc_lists import removed_snapshots
 from kvsnap.known import KnownChunks, list_shards
 from kvsnap.local_shards import LocalShard, read_usage, scan_shards
@@ -31,9 +38,11 @@ from kvsnap.refs import move_ref
 from kvsnap.repository import Repository, manifest_name, now_text, ref_name, shard_name
 from kvsnap.selection import SELECTS, Select, Selection, select_chunks
 from kvsnap.shard import ChunkEntry
+from kvsnap.signing import SigningKey, store_signature
 from kvsnap.storage import Storage
 from kvsnap.tiers.paths import open_namespaces
 from kvsnap.transfer import Progress
+from kvsnap.trust import installed_keys
 from kvsnap.upload import Source, UploadedShard, Uploader
 from kvsnap.writing import WriteSession, publish_snapshot, under_lease
 
@@ -108,6 +117,7 @@ def export_snapshot(
     flush: bool = True,
     flush_timeout_s: float = FLUSH_TIMEOUT_S,
     single_writer: bool = False,
+    signer: SigningKey | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """Export chunks of one namespace of `cache_dir` to the repository at `url`, made there if nothing is.
@@ -123,6 +133,8 @@ def export_snapshot(
         select, max_bytes, include_salted: See `select_chunks`.
         flush: Have live engines write what only their DRAM holds first. Without, export what is on disk.
         single_writer: See `Repository.open`.
+        signer: Signs the manifest. Then what the repository has is relied on only where this key, or one of the
+            trusted keys of this user (`kvsnap.trust`), has signed it; anything else is read here and hashed.
 
     Raises:
         ConfigError: several namespaces match; a wrong name; `url` holds something else.
@@ -154,6 +166,7 @@ def export_snapshot(
             max_bytes=max_bytes,
             include_salted=include_salted,
             flushed=flushed,
+            signer=signer,
             progress=progress,
         ),
     )
@@ -170,6 +183,7 @@ def _export(
     max_bytes: int | None,
     include_salted: bool,
     flushed: Mapping[str, Mapping[str, Any]],
+    signer: SigningKey | None,
     progress: Progress | None,
 ) -> ExportReport:
     """Export under the lease of `session`."""
@@ -180,7 +194,7 @@ def _export(
     removed = removed_snapshots(session.lists)
     earlier = {
         snapshot: manifest
-        for snapshot, manifest in _earlier_snapshots(repository, ns).items()
+        for snapshot, manifest in _earlier_snapshots(repository, ns, signer).items()
         if manifest_name(snapshot) not in removed
     }
     parent = _choose_parent(repository, tag, earlier)
@@ -205,7 +219,7 @@ def _export(
         if len(damaged) + len(vanished) == lost and not _pruned_meanwhile(repository, session, uploader, uploaded):
             break
 
-    publisher = _Publisher(repository, ns, selection, uploaded, parent)
+    publisher = _Publisher(repository, ns, selection, uploaded, parent, signer)
     snapshot, is_new = publisher.publish(earlier, session)
     if tag is not None:
         move_ref(repository, tag, snapshot)
@@ -296,8 +310,10 @@ class _Publisher:
         selection: Selection,
         uploaded: list[UploadedShard],
         parent: Digest | None,
+        signer: SigningKey | None,
     ) -> None:
         self._repository = repository
+        self._signer = signer
         self._ns = ns
         self._selection = selection
         self._digests = [shard.digest for shard in uploaded]
@@ -320,6 +336,9 @@ class _Publisher:
         for snapshot, manifest in earlier.items():
             if self._is_same(manifest):
                 session.renew()
+                if self._signer is not None:
+                    data = self._repository.manifest_bytes(snapshot)
+                    store_signature(self._repository.storage, snapshot, self._signer.sign(data))
                 return snapshot, False
         catalog = encode_catalog(self._catalog)
         catalog_digest = Digest(sha256_hex(catalog))
@@ -336,7 +355,8 @@ class _Publisher:
         )
         data = manifest.encode()
         snapshot = Digest(sha256_hex(data))
-        publish_snapshot(self._repository, session, catalog=catalog, manifest=data)
+        signature = None if self._signer is None else self._signer.sign(data)
+        publish_snapshot(self._repository, session, catalog=catalog, manifest=data, signature=signature)
         return snapshot, True
 
     def _is_same(self, manifest: Manifest) -> bool:
@@ -377,12 +397,19 @@ def _bytes(parts: Any) -> Any:
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def _earlier_snapshots(repository: Repository, ns: Namespace) -> dict[Digest, Manifest]:
-    """Manifests of the same namespace, newest first. What can't be read doesn't count."""
+def _earlier_snapshots(repository: Repository, ns: Namespace, signer: SigningKey | None) -> dict[Digest, Manifest]:
+    """Manifests of the same namespace, newest first. What can't be read doesn't count.
+
+    Nor does, where this export is to be signed, what nobody trusted has signed: the signature would vouch for it.
+    """
     found = {}
+    trusted = None if signer is None else signer.trusted_with(installed_keys())
     for snapshot in repository.snapshots():
         try:
-            manifest = repository.manifest(snapshot)
+            manifest = repository.manifest(snapshot, trusted=trusted)
+        except UntrustedError as error:
+            log.info("kvsnap: %s", error)
+            continue
         except (CorruptChunkError, IncompatibleError, NotFoundError) as error:
             log.warning("kvsnap: %s", error)
             continue

@@ -31,6 +31,7 @@ from kvsnap.repository import Repository, shard_name
 from kvsnap.storage import RefusedError, Storage
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.transfer import Progress
+from kvsnap.trust import TrustedKeys
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ def import_snapshot(
     allow_partial: bool = False,
     dry_run: bool = False,
     tier: DiskTier | None = None,
+    trusted: TrustedKeys | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
     """Import the snapshot `ref` (a ref, an id or its start) of the repository at `url` into `cache_dir`.
@@ -98,9 +100,11 @@ def import_snapshot(
         dry_run: Check and plan; touch nothing.
         tier: The open disk tier of an engine that imports for itself: it may be asked to evict, and its next `poll`
             reports the new shards.
+        trusted: Import it only if one of these signed it.
 
     Raises:
         NotFoundError: no such repository or snapshot.
+        UntrustedError: none of `trusted` signed it. Nothing was touched.
         IncompatibleError: of another model, layout or version; `fields` says which differ. Nothing was touched.
         CorruptChunkError: damaged; names the object, and the chunk where it can. Nothing was touched, or a valid part
             is there.
@@ -108,7 +112,7 @@ def import_snapshot(
     """
     repository = Repository.open(url)
     snapshot = repository.resolve(ref)
-    manifest = repository.manifest(snapshot)
+    manifest = repository.manifest(snapshot, trusted=trusted)
     ns, what = manifest.namespace, f"snapshot {ref}"
     if expect is not None:
         check_expected(ns, expect, what)

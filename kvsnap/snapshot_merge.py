@@ -91,6 +91,7 @@ def _merge(repository: Repository, session: WriteSession, refs: Sequence[str], t
             catalog=CatalogRecord(digest=Digest(sha256_hex(data)), nbytes=len(data), num_rows=len(catalog)),
             totals=totals,
             parent=parts[0],
+            required_features=tuple(sorted({name for manifest in manifests for name in manifest.required_features})),
             annotations=manifests[0].annotations,
         )
         snapshot = publish_snapshot(repository, session, catalog=data, manifest=manifest.encode())

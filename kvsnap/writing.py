@@ -21,6 +21,7 @@ from kvsnap.gc_lists import GcList, read_list, read_lists, replace_list
 from kvsnap.leases import LEASE_S, PRUNE_LEASE, Lease, LeaseLostError, break_lease, read_lease
 from kvsnap.manifest import Digest
 from kvsnap.repository import Repository, catalog_name, manifest_name
+from kvsnap.signing import Signature, signature_name, store_signature
 
 log = logging.getLogger(__name__)
 
@@ -143,16 +144,25 @@ def under_lease(repository: Repository, kind: str, act: Callable[[WriteSession],
     raise AssertionError("unreachable")
 
 
-def publish_snapshot(repository: Repository, session: WriteSession, *, catalog: bytes, manifest: bytes) -> Digest:
-    """Publish a snapshot whose shards are there and kept; its id.
+def publish_snapshot(
+    repository: Repository,
+    session: WriteSession,
+    *,
+    catalog: bytes,
+    manifest: bytes,
+    signature: Signature | None = None,
+) -> Digest:
+    """Publish a snapshot whose shards are there and kept, its signature before it can be listed; its id.
 
     Raises:
         LeaseLostError: the lease ran out. The snapshot may be there, and lack what a prune took meanwhile: start over.
     """
     snapshot = Digest(sha256_hex(manifest))
     names = (catalog_name(Digest(sha256_hex(catalog))), manifest_name(snapshot))
-    session.keep(names)
+    session.keep((*names, signature_name(snapshot)))
     repository.put_object(names[0], catalog)
+    if signature is not None:
+        store_signature(repository.storage, snapshot, signature)
     session.renew()
     repository.put_object(names[1], manifest)
     session.check()

@@ -418,7 +418,7 @@ def read_lease(name: str, obj: Any) -> None:
     names = ("duration", "id", "kind", "owner", "process", "seen", "started", "write_id")
     exactly(obj, "lease", *names)
     need(HEX32.fullmatch(obj["id"]) and name in (f"leases/{obj['id']}.json", "leases/prune.json"), f"name of {name}")
-    need(obj["kind"] in ("copy", "export", "merge", "prune", "tag"), "kind of a lease")
+    need(obj["kind"] in ("copy", "export", "merge", "prune", "sign", "tag"), "kind of a lease")
     need((obj["kind"] == "prune") == (name == "leases/prune.json"), "kind of a lease")
     need(all(isinstance(obj[key], str) for key in ("owner", "process", "write_id")), "lease")
     need(is_int(obj["duration"], obj["started"]) and obj["duration"] >= 0, "lease")

@@ -13,6 +13,7 @@ from kvsnap.refs import remove
 from kvsnap.repository import Repository
 from kvsnap.repository_copy import copy_snapshots
 from kvsnap.repository_prune import prune_repository
+from kvsnap.signing import Signature, read_signatures, store_signature
 from kvsnap.snapshot_diff import diff_snapshots
 from kvsnap.snapshot_export import ExportReport, export_snapshot
 from kvsnap.snapshot_import import import_snapshot
@@ -66,7 +67,8 @@ class TestCopy:
     def test_everything_with_refs_and_signatures(
         self, storage: TimedStorage, exported: ExportReport, cache: Path, ns: Namespace
     ) -> None:
-        storage.put(f"manifests/{exported.snapshot}.sig", b"signature")
+        signature = Signature(key="1" * 64, signature="2" * 128)
+        store_signature(storage, exported.snapshot, signature)
         store(cache, ns, chain(ns, prompt(9, 128)))
         second = export_snapshot(cache, storage, tag="next")
         removed = export_snapshot(cache, storage, max_bytes=exported.nbytes)
@@ -77,7 +79,7 @@ class TestCopy:
 
         assert set(report.refs) == {"next", "prod"}
         assert check_whole(target) == {exported.snapshot, second.snapshot}
-        assert target.get(f"manifests/{exported.snapshot}.sig", max_bytes=100) == b"signature"
+        assert read_signatures(target, exported.snapshot) == [signature]
 
     def test_moves_nothing_again(self, storage: TimedStorage, exported: ExportReport) -> None:
         target = MemoryStorage()

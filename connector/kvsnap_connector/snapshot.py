@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvsnap.errors import ConfigError
 from kvsnap.remote import RemoteSnapshot
 from kvsnap.tiers.disk import DiskTier
+from kvsnap.trust import installed_keys
 
 # Snapshots need pyarrow, which an engine without one never loads: imports are in the functions.
 
@@ -12,14 +13,17 @@ from kvsnap.tiers.disk import DiskTier
 def import_into(url: str, tier: DiskTier) -> str:
     """Import `url` (`URL@ref`) into the engine's own disk tier; returns a line for the log.
 
+    Where this user or container has a file of trusted keys (`kvsnap.trust`), one of them must have signed it.
+
     Raises:
+        UntrustedError: none has.
         IncompatibleError: made for another engine; names the fields that differ.
         KvsnapError: it can't be read, or is damaged.
     """
     from kvsnap.snapshot_import import import_snapshot
 
     repository, ref = _split(url)
-    report = import_snapshot(repository, ref, tier.cache_dir, expect=tier.ns, tier=tier)
+    report = import_snapshot(repository, ref, tier.cache_dir, expect=tier.ns, tier=tier, trusted=installed_keys())
     return (
         f"{report.num_chunks} of {report.total_chunks} chunks are here "
         f"({report.imported_shards} shards, {report.imported_bytes >> 20} MiB imported now)"
@@ -36,7 +40,7 @@ def open_remote(url: str, tier: DiskTier) -> RemoteSnapshot:
 
     url, ref = _split(url)
     repository = Repository.open(url)
-    manifest = repository.manifest(repository.resolve(ref))
+    manifest = repository.manifest(repository.resolve(ref), trusted=installed_keys())
     check_expected(manifest.namespace, tier.ns, f"snapshot {ref}")
     names = [shard_name(shard.digest) for shard in manifest.shards]
     return RemoteSnapshot(repository.storage, names, repository.catalog(manifest))

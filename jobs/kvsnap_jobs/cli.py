@@ -28,6 +28,7 @@ from kvsnap_jobs.options import EXIT_FAILED, EXIT_PROBLEMS
 from kvsnap_jobs.prune_cmd import prune
 from kvsnap_jobs.rm_cmd import rm
 from kvsnap_jobs.show_cmd import show
+from kvsnap_jobs.sign_cmd import sign
 from kvsnap_jobs.status_cmd import status
 from kvsnap_jobs.tag_cmd import tag
 from kvsnap_jobs.verify_cmd import verify
@@ -72,6 +73,6 @@ def main(verbose: bool) -> None:
 
 
 for _command in (
-    clear, copy, diff, export, flush, import_, list_, merge, prune, rm, show, status, tag, verify, warmup,
+    clear, copy, diff, export, flush, import_, list_, merge, prune, rm, show, sign, status, tag, verify, warmup,
 ):  # fmt: skip
     main.add_command(_command)

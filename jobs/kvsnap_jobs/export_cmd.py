@@ -8,10 +8,12 @@ import click
 
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.selection import SELECTS, Select
+from kvsnap.signing import SigningKey
 from kvsnap.snapshot_export import ExportReport, export_snapshot, match_namespaces
 from kvsnap_jobs.options import EXIT_PROBLEMS, SIZE, cache_dir_option, json_option, namespace_option
 from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
 from kvsnap_jobs.repository_options import single_writer_option
+from kvsnap_jobs.trust_options import signing_key_option
 
 
 @click.command()
@@ -29,6 +31,7 @@ from kvsnap_jobs.repository_options import single_writer_option
 )
 @click.option("--salted", is_flag=True, help="Also chunks of requests with a cache salt (they belong to a tenant).")
 @click.option("--no-flush", is_flag=True, help="Don't ask live engines to write their DRAM tier first.")
+@signing_key_option("--sign-key")
 @single_writer_option
 @json_option
 @click.pass_context
@@ -42,6 +45,7 @@ def export(
     select: Select,
     salted: bool,
     no_flush: bool,
+    key_file: Path | None,
     single_writer: bool,
     as_json: bool,
 ) -> None:
@@ -52,6 +56,9 @@ def export(
     along only with all its ancestors. If shards and chunks are those of an earlier
     snapshot, nothing is published and its id is printed. May be killed and repeated.
 
+    With --sign-key the manifest is signed before anybody sees it, and chunks that the
+    repository has are relied on only where this key or a trusted one has signed them.
+
     Prints the snapshot's id.
 
     \b
@@ -61,6 +68,7 @@ def export(
       2  wrong usage; several namespaces and none chosen: they are listed
       3  exported, but some shards of the cache directory are damaged and were left out
     """
+    signer = None if key_file is None else SigningKey.read(key_file)
     matching = match_namespaces(cache_dir, namespace)
     if len(matching) > 1:
         lines = "".join(f"\n  {directory.name}  {ns.human.get('model') or ''}".rstrip() for directory, ns in matching)
@@ -76,6 +84,7 @@ def export(
             include_salted=salted,
             flush=not no_flush,
             single_writer=single_writer,
+            signer=signer,
             progress=bar,
         )
     for problem in report.damaged:
@@ -85,15 +94,15 @@ def export(
             count = answer["unsaved_chunks"]
             click.echo(f"kvsnap: engine {engine} holds {count} chunks in DRAM that it could not write", err=True)
     if as_json:
-        print_json(report)
+        print_json(report, signed_by=None if signer is None else signer.public)
     else:
         click.echo(DIGEST_PREFIX + report.snapshot)
-        _print_text(report)
+        _print_text(report, None if signer is None else signer.public)
     if report.damaged:
         ctx.exit(EXIT_PROBLEMS)
 
 
-def _print_text(report: ExportReport) -> None:
+def _print_text(report: ExportReport, signed_by: str | None) -> None:
     left_out = [
         f"{count} {why}"
         for count, why in (
@@ -107,6 +116,7 @@ def _print_text(report: ExportReport) -> None:
         (
             ("published", "yes" if report.is_new else "no, the repository has this snapshot already"),
             ("ref", report.tag),
+            ("signed by", signed_by),
             ("holds", f"{report.num_chunks} chunks, {report.num_tokens} tokens, {report.num_prefixes} prefixes"),
             ("shards", f"{report.num_shards}, {size_text(report.nbytes)}"),
             ("sent", f"{report.sent_shards} shards, {size_text(report.sent_bytes)}"),

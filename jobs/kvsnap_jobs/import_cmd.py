@@ -9,6 +9,7 @@ import click
 from kvsnap.snapshot_import import import_snapshot
 from kvsnap_jobs.options import EXIT_PROBLEMS, SIZE, SNAPSHOT_URL, cache_dir_option, json_option
 from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
+from kvsnap_jobs.trust_options import keys_to_trust, trust_options
 
 
 @click.command("import")
@@ -17,6 +18,7 @@ from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
 @click.option("--max-bytes", metavar="SIZE", type=SIZE, help="Most bytes of shards, the hottest first.")
 @click.option("--partial", is_flag=True, help="Import what is whole of a damaged snapshot instead of refusing it.")
 @click.option("--dry-run", is_flag=True, help="Check everything that can be checked beforehand; touch nothing.")
+@trust_options
 @json_option
 @click.pass_context
 def import_(
@@ -26,6 +28,8 @@ def import_(
     max_bytes: int | None,
     partial: bool,
     dry_run: bool,
+    require_signature: bool | None,
+    trusted_keys: Path | None,
     as_json: bool,
 ) -> None:
     """Import a snapshot into the disk tier of a cache directory.
@@ -35,20 +39,28 @@ def import_(
     none of the live engines of DIR could use, is refused, and nothing is touched (what
     shows only while a shard is read ends the import; what is there then is a valid
     part). The cap of DIR holds. Live engines notice new shards by themselves. May be
-    killed and repeated.
+    killed and repeated. Where trusted keys are installed, one of them must have signed it.
 
     \b
     Exit status:
       0  imported, or there already
       1  it could not be imported (no such snapshot, no access, the disk failed)
       2  wrong usage
-      3  it is damaged or made for another engine; or nothing fits under the cap of DIR;
+      3  it is damaged, made for another engine, or not signed as required; or nothing fits under the cap of DIR;
          with --partial: some of it was left out
     """
     url, ref = snapshot
+    trusted = keys_to_trust(require_signature, trusted_keys)
     with ProgressBar("import") as bar:
         report = import_snapshot(
-            url, ref, cache_dir, max_bytes=max_bytes, allow_partial=partial, dry_run=dry_run, progress=bar
+            url,
+            ref,
+            cache_dir,
+            max_bytes=max_bytes,
+            allow_partial=partial,
+            dry_run=dry_run,
+            trusted=trusted,
+            progress=bar,
         )
     for problem in report.problems:
         click.echo(f"kvsnap: {problem}", err=True)
