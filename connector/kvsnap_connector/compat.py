@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvsnap.layout import Layout, SliceLayout
-from kvsnap_connector.copier import Bytes, PageViews
+from kvsnap_connector.copier import PageViews
+from kvsnap_connector.pages import PagePlaces, byte_views, check_places, page_shape, place_layers
 from kvsnap_connector.rendezvous import RankGeometry
+from kvsnap_connector.unsupported import Unsupported as Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +35,23 @@ SAFETENSORS_DTYPES = {
 _KV_DTYPES = {"fp8": "fp8_e4m3", "half": "float16", "float": "float32"}
 _SPECS = {"FullAttentionSpec", "MLAAttentionSpec"}
 _WITHOUT_DRAFT_KV = {"ngram", "ngram_gpu", "suffix"}
-_AXES = "HNC"
-
-
-class Unsupported(Exception):
-    """kvsnap can't cache this engine correctly. The text is the reason, for people."""
+_QUANT_MODES = {"NONE", "FP8_PER_TENSOR"}
+"""Where the bytes of a token mean the same in every page: plain values, or one static scale per layer."""
+_CUDA_BACKENDS = {
+    "FLASH_ATTN",
+    "FLASHINFER",
+    "TRITON_ATTN",
+    "FLASHMLA",
+    "FLASH_ATTN_MLA",
+    "FLASHINFER_MLA",
+    "CUTLASS_MLA",
+    "TRITON_MLA",
+}
+"""Attention backends whose pages were looked at: K and V (or MLA's latent) of a token beside each other,
+nothing outside the page. Another one may keep more than that; it is declined until somebody has looked."""
+_SAFE_BLOCK_TOKENS = 64
+"""No backend of those splits blocks up to this size into kernel blocks, which vLLM can't do
+where all layers of a block are contiguous: it would refuse to start."""
 
 
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
@@ -48,9 +60,8 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     Exact types only: a subclass of a known KV cache spec may hold anything.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    device = str(getattr(vllm_config.device_config, "device_type", "unknown"))
-    if device != "cpu":
-        return f"not yet supported on this device ({device})"
+    if reason := _device_reason(device_type(vllm_config)):
+        return reason
     if model.runner_type == "pooling":
         return "pooling models are not supported"
     if getattr(model, "is_encoder_decoder", False):
@@ -76,6 +87,45 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     return _groups_reason(kv_cache_config)
 
 
+def device_type(vllm_config: Any) -> str:
+    """`cpu`, `cuda` (ROCm calls itself so too), or what else vLLM runs on."""
+    return str(getattr(vllm_config.device_config, "device_type", "unknown"))
+
+
+def _device_reason(device: str) -> str | None:
+    if device == "cpu":
+        return None
+    if device != "cuda":
+        return f"not yet supported on this device ({device})"
+    import torch
+
+    if getattr(torch.version, "hip", None):
+        return "not yet supported on this device (ROCm)"
+    return None
+
+
+def wanted_layout(vllm_config: Any, *, is_head_major: bool) -> str | None:
+    """The KV cache layout to ask vLLM for: all layers of a block in one run, so that a block is one copy.
+
+    None (no wish) where the answer would do nothing for kvsnap or could do harm: on the CPU,
+    which has one layout; for models with several kinds of layers, which kvsnap declines and
+    which vLLM packs; for large blocks that a backend may have to split. A backend that can't
+    have it keeps its own, with a warning from vLLM, and `VLLM_KV_CACHE_LAYOUT` goes first.
+
+    Args:
+        is_head_major: Whether kernels want heads outside tokens in a page (FlashInfer on Blackwell).
+    """
+    if device_type(vllm_config) != "cuda" or _device_reason("cuda") is not None:
+        return None
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False) or len(set(kinds)) > 1:
+        return None
+    if getattr(cache, "user_specified_block_size", False) and cache.block_size > _SAFE_BLOCK_TOKENS:
+        return None
+    return "BLHNC" if is_head_major else "BLNHC"
+
+
 def _groups_reason(kv_cache_config: Any) -> str | None:
     groups = kv_cache_config.kv_cache_groups
     if not groups:
@@ -97,8 +147,12 @@ def _groups_reason(kv_cache_config: Any) -> str | None:
             return "layers that attend to later tokens are not supported"
         if getattr(spec, "tokens_per_state", 1) != 1:
             return "compressed KV states (several tokens in one) are not supported"
-        if getattr(getattr(spec, "kv_quant_mode", None), "is_per_token_head", False):
+        mode = getattr(spec, "kv_quant_mode", None)
+        if getattr(mode, "is_per_token_head", False):
             return "KV caches with scales per token and head are not supported"
+        mode_name = str(getattr(mode, "name", "NONE"))
+        if mode_name not in _QUANT_MODES:
+            return f"KV caches quantized as {mode_name} are not supported"
     if len({(spec.block_size, spec.page_size_bytes) for spec in specs}) > 1:
         return "layers with unequal pages are not supported"
     layout = kv_cache_config.kv_cache_layout
@@ -137,7 +191,19 @@ def dtype_name(dtype: Any) -> str:
 def describe_rank(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> tuple[RankGeometry, PageViews]:
-    """This worker's geometry and the byte views of its pages, from the tensors that vLLM registered.
+    """This worker's geometry and the byte views of its pages, where device memory is host memory.
+
+    Raises:
+        Unsupported: see `locate_rank`.
+    """
+    geometry, places = locate_rank(vllm_config, kv_cache_config, kv_caches)
+    return geometry, byte_views(kv_caches[geometry.layers[0]], places)
+
+
+def locate_rank(
+    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> tuple[RankGeometry, PagePlaces]:
+    """This worker's geometry and the places of its pages, from the tensors that vLLM registered.
 
     The pages' addresses come from the cache's strides (`kv_cache_tensors`) and are compared
     with the tensors themselves.
@@ -147,18 +213,20 @@ def describe_rank(
     """
     parallel = vllm_config.parallel_config
     spec = specs_of(kv_cache_config.kv_cache_groups[0])[0]
-    placed = _place_layers(kv_cache_config, kv_caches)
+    placed = place_layers(kv_cache_config, kv_caches)
     names = sorted(placed, key=_natural)
-    pages = [_page_shape(kv_caches[name], placed[name][1], kv_cache_config.num_blocks) for name in names]
+    pages = [page_shape(kv_caches[name], placed[name][1], kv_cache_config.num_blocks) for name in names]
     if len(set(pages)) > 1:
         raise Unsupported("layers with unequal pages are not supported")
     shape, order = pages[0]
     first = kv_caches[names[0]]
-    page_bytes = math.prod(shape) * first.element_size()
-    views = [
-        _byte_view(kv_caches[name], placed[name][0], placed[name][1], kv_cache_config.num_blocks, page_bytes)
-        for name in names
-    ]
+    places = PagePlaces(
+        offsets=tuple(placed[name][0] for name in names),
+        block_strides=tuple(placed[name][1] for name in names),
+        num_blocks=int(kv_cache_config.num_blocks),
+        page_bytes=math.prod(shape) * first.element_size(),
+    )
+    check_places([kv_caches[name] for name in names], places)
     dtype = dtype_name(first.dtype)
     if dtype not in SAFETENSORS_DTYPES or any(kv_caches[name].dtype != first.dtype for name in names):
         raise Unsupported(f"KV caches of type {dtype} are not supported")
@@ -166,25 +234,27 @@ def describe_rank(
     if not is_quantized(kv_dtype) and kv_dtype != dtype:
         raise Unsupported(f"the KV cache's type is {dtype}, the configuration says {kv_dtype}")
     layers = [vllm_config.compilation_config.static_forward_context.get(name) for name in names]
-    tp_rank = parallel.rank % parallel.tensor_parallel_size
+    page_format = _page_format(layers, order)
+    if device_type(vllm_config) == "cuda" and page_format["backend"] not in _CUDA_BACKENDS:
+        raise Unsupported(f"attention backend {page_format['backend']} is not known to kvsnap")
     geometry = RankGeometry(
         rank=parallel.rank,
-        tp_rank=tp_rank,
+        tp_rank=parallel.rank % parallel.tensor_parallel_size,
         tp_size=parallel.tensor_parallel_size,
         pp_rank=parallel.rank // parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         layers=tuple(names),
         kv_heads=int(first.shape[1]),
         block_tokens=int(spec.block_size),
-        num_blocks=int(kv_cache_config.num_blocks),
+        num_blocks=places.num_blocks,
         page_shape=shape,
-        page_bytes=page_bytes,
+        page_bytes=places.page_bytes,
         dtype=SAFETENSORS_DTYPES[dtype],
-        page_format=_page_format(layers, order),
+        page_format=page_format,
         replicated=getattr(spec, "max_tp_shards", None) == 1 and parallel.tensor_parallel_size > 1,
         kv_scales=tuple(_scales_of(layer) for layer in layers) if is_quantized(kv_dtype) else None,
     )
-    return geometry, PageViews(layers=tuple(views))
+    return geometry, places
 
 
 def layout_of(ranks: Sequence[RankGeometry]) -> Layout:
@@ -239,68 +309,6 @@ def kv_scales_of(ranks: Sequence[RankGeometry]) -> dict[str, Any] | None:
     if len(set(pairs)) == 1:
         return {"k": pairs[0][0], "v": pairs[0][1]}
     return {"k": [pair[0] for pair in pairs], "v": [pair[1] for pair in pairs]}
-
-
-def _place_layers(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Byte offset of block 0 and byte distance of blocks, of every layer with a cache of its own."""
-    placed: dict[str, tuple[int, int]] = {}
-    for tensor in kv_cache_config.kv_cache_tensors:
-        if getattr(tensor, "host_resident", False):
-            raise Unsupported("KV caches that live on the host are not supported")
-        for index, name in enumerate(tensor.layers):
-            if name not in kv_caches:
-                raise Unsupported(f"layer {name} has no registered KV cache")
-            placed[name] = (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
-    if not placed:
-        raise Unsupported("the model has no KV cache")
-    if missing := set(kv_cache_config.kv_cache_groups[0].layer_names) - set(placed) - set(kv_caches):
-        raise Unsupported(f"layers {sorted(missing)} have no place in the KV cache")
-    return placed
-
-
-def _page_shape(cache: torch.Tensor, block_stride: int, num_blocks: int) -> tuple[tuple[int, ...], str]:
-    """A page's dimensions in memory order, and their names ("HNC", or "2xHNC" for two kernel blocks in a block)."""
-    if cache.ndim != 4 or cache.shape[0] % num_blocks:
-        raise Unsupported(f"a KV cache of shape {tuple(cache.shape)} for {num_blocks} blocks is not understood")
-    ratio = cache.shape[0] // num_blocks
-    if cache.stride(0) * cache.element_size() * ratio != block_stride:
-        raise Unsupported(
-            f"blocks lie {cache.stride(0) * cache.element_size() * ratio} bytes apart, the configuration says "
-            f"{block_stride}"
-        )
-    sizes, strides = list(cache.shape[1:]), [cache.stride(dim) for dim in (1, 2, 3)]
-    # A dimension of size 1 has no place in memory: put it where it stands in the logical order.
-    dims = [dim for dim in range(3) if sizes[dim] == 1]
-    dims += sorted((dim for dim in range(3) if sizes[dim] != 1), key=lambda dim: -strides[dim])
-    dense = 1
-    for dim in reversed(dims):
-        if sizes[dim] != 1 and strides[dim] != dense:
-            raise Unsupported("a page of the KV cache is not one run of bytes")
-        dense *= sizes[dim]
-    shape, order = tuple(sizes[dim] for dim in dims), "".join(_AXES[dim] for dim in dims)
-    if ratio == 1:
-        return shape, order
-    if cache.stride(0) != dense:
-        raise Unsupported("kernel blocks with gaps between them are not supported")
-    return (ratio, *shape), f"{ratio}x{order}"
-
-
-def _byte_view(cache: torch.Tensor, offset: int, block_stride: int, num_blocks: int, page_bytes: int) -> Bytes:
-    """`[num_blocks, page_bytes]` over the cache's own memory."""
-    import torch
-
-    if cache.device.type != "cpu":
-        raise Unsupported(f"KV caches on {cache.device.type} are not supported")
-    storage = cache.untyped_storage()
-    found = cache.data_ptr() - storage.data_ptr()
-    if found != offset:
-        raise Unsupported(f"a layer's KV cache starts at byte {found}, the configuration says {offset}")
-    if offset + (num_blocks - 1) * block_stride + page_bytes > storage.nbytes() or block_stride < page_bytes:
-        raise Unsupported("the KV cache is smaller than its blocks")
-    raw: Bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    return np.lib.stride_tricks.as_strided(
-        raw[offset:], shape=(num_blocks, page_bytes), strides=(block_stride, 1), writeable=True
-    )
 
 
 def _page_format(layers: Sequence[Any], order: str) -> dict[str, str]:

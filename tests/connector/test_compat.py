@@ -251,7 +251,7 @@ def _group(*specs: object, **values: object) -> Any:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_set("device_config.device_type", "cuda"), r"not yet supported on this device \(cuda\)"),
+        (_set("device_config.device_type", "xpu"), r"not yet supported on this device \(xpu\)"),
         (_set("model_config.runner_type", "pooling"), "pooling"),
         (_set("model_config.hf_overrides", lambda config: config), "hf_overrides is a function"),
         (_set("model_config.is_encoder_decoder", True), "encoder-decoder"),
