@@ -153,12 +153,12 @@ def parse_header(head: bytes | bytearray, file_bytes: int, ns: Namespace) -> Sha
 
 
 class FdReader:
-    """A `Reader` of an open file, from its start."""
+    """A `Reader` of an open file, from its start or another position."""
 
-    def __init__(self, fd: int, name: str) -> None:
+    def __init__(self, fd: int, name: str, position: int = 0) -> None:
         self._fd = fd
         self._name = name
-        self._position = 0
+        self._position = position
 
     def readinto(self, buffer: memoryview, /) -> int:
         try:

@@ -1,286 +1,323 @@
-"""The verify ladder: is a snapshot, or a cache directory, complete and undamaged?
+"""The verify ladder for a snapshot in a repository, on any storage. Nothing is changed.
 
-By default structure only: objects exist in their size, digests of manifest and catalog,
-headers of all shards, and all of them agree. With `read_data` also every byte: sha256 of
-each shard, XXH3 and BLAKE3 of each chunk. Nothing is changed.
+quick      the manifest by its digest; catalog and shards exist in their size
+default    also the catalog by its digest, the headers of all shards, and that all of them agree
+sample     also the bytes of some chunks, chosen at random: XXH3 and BLAKE3
+read-data  also every byte: sha256 of each shard, XXH3 and BLAKE3 of each chunk
+
+Requests: a few and one listing, then with `default` one or two ranged reads per shard, with
+`sample` one more per chunk, with `read-data` one of the whole shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from kvsnap.catalog import Catalog
-from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError, StorageError
-from kvsnap.fetch import ShardTarget, check_against_catalog
-from kvsnap.local_shards import (
-    IMPORTED_ID_DIGITS,
-    FdReader,
-    LocalShard,
-    header_length,
-    live_entries,
-    open_shard,
-    parse_header,
-    scan_shards,
+from kvsnap.errors import (
+    ConfigError,
+    CorruptChunkError,
+    IncompatibleError,
+    KvsnapError,
+    NotFoundError,
+    StorageError,
+    UntrustedError,
 )
-from kvsnap.manifest import Digest, Manifest
+from kvsnap.fetch import ShardTarget, check_against_catalog
+from kvsnap.local_shards import header_length, parse_header
+from kvsnap.manifest import Digest, Manifest, decode_manifest
 from kvsnap.namespace import Namespace
-from kvsnap.repository import Repository, ref_name, shard_name
-from kvsnap.shard import ChunkEntry, ShardHeader
-from kvsnap.snapshot_export import match_namespaces
-from kvsnap.storage import Storage
-from kvsnap.tiers import paths
-from kvsnap.transfer import Progress, RangeDigests, ShardHasher, pieces
+from kvsnap.repository import Repository, catalog_name, manifest_name, ref_name, shard_name
+from kvsnap.runtime import widen_affinity
+from kvsnap.shard import FIRST_READ, ShardHeader
+from kvsnap.signing import check_signed, signature_name
+from kvsnap.storage import RefusedError, ShortReadError, Storage
+from kvsnap.transfer import NUM_WORKERS, Progress, ShardHasher, pieces
+from kvsnap.trust import TrustedKeys
+from kvsnap.verify_cache import verify_cache_dir
+from kvsnap.verify_report import (
+    Depth,
+    Problem,
+    VerifyReport,
+    choose_depth,
+    choose_sample,
+    compare_chunks,
+    read_digests,
+)
 
+__all__ = ["Depth", "Problem", "VerifyReport", "verify_cache_dir", "verify_snapshot"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One thing that is wrong."""
+HEADER_WORKERS = 8
+"""Shards whose headers, or samples, are read at once."""
 
-    kind: str
-    """`missing`, `damaged` or `mismatch`."""
-    object: str
-    """Name in the repository, or path, of what it concerns."""
-    chunk: str | None
-    """Key of the chunk that it concerns, 64 hex, if it is only one."""
-    message: str
-
-
-@dataclass(slots=True, kw_only=True)
-class VerifyReport:
-    """What a verification found. Good if there are no problems."""
-
-    subject: str
-    """The snapshot's id, or the directory."""
-    read_data: bool
-    """Whether every byte was read."""
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What is unusual and harmless: shards that no snapshot names, chunks without a full chain."""
-    num_shards: int = 0
-    """Shards looked at."""
-    num_chunks: int = 0
-    """Chunks looked at."""
-    read_bytes: int = 0
-    """Bytes of shards read."""
-
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
-
-    def add(self, kind: str, object_name: str, message: str, chunk: bytes | None = None) -> None:
-        """Note a problem."""
-        key = None if chunk is None else chunk.hex()
-        self.problems.append(Problem(kind=kind, object=object_name, chunk=key, message=message))
+T = TypeVar("T")
 
 
 def verify_snapshot(
-    url: str | Storage, ref: str, *, read_data: bool = False, progress: Progress | None = None
+    url: str | Storage,
+    ref: str,
+    *,
+    quick: bool = False,
+    sample: float | None = None,
+    seed: int | None = None,
+    read_data: bool = False,
+    trusted: TrustedKeys | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Verify the snapshot `ref` of the repository at `url`.
 
     Also notes shards of the repository that no snapshot names: what an export that was
     killed leaves, and the next one uses.
 
+    Args:
+        quick, sample, read_data: How deep, at most one of them; `sample` is a share of the chunks.
+        seed: Chooses the sample; without, another one each time.
+        trusted: It is a problem if none of these has signed the snapshot.
+
     Raises:
         NotFoundError: no such repository, or nothing of this name in it.
+        ConfigError: a wrong argument.
         IncompatibleError: it needs a later kvsnap.
         StorageError: the repository can't be read.
     """
+    depth = choose_depth(quick=quick, sample=sample, read_data=read_data)
     repository = Repository.open(url, operation="verify")
     snapshot = repository.resolve(ref)
-    report = VerifyReport(subject=snapshot, read_data=read_data)
+    report = VerifyReport(subject=snapshot, depth=depth, seed=seed)
     try:
-        manifest = repository.manifest(snapshot)
+        data = repository.manifest_bytes(snapshot)
+        if trusted is not None:
+            _check_signature(repository, snapshot, data, trusted, report)
+        manifest = decode_manifest(data, expect=snapshot)
     except NotFoundError as error:
         if not _is_ref(repository, ref):
             raise
         report.add("missing", ref_name(ref), f"ref {ref} names a snapshot that is gone: {error}")
+        manifest = None
     except CorruptChunkError as error:
-        report.add("damaged", f"manifests/{snapshot}.json", str(error))
-    else:
-        _verify_content(repository, manifest, report, read_data=read_data, progress=progress)
-    _note_strays(repository, report)
+        report.add("damaged", manifest_name(snapshot), str(error))
+        manifest = None
+    stored = _list_shards(repository, report)
+    if manifest is not None:
+        _Verification(repository, manifest, stored or {}, report, sample, progress).run()
+    if stored is not None:
+        _note_strays(repository, stored, report)
     return report
 
 
-def verify_cache_dir(
-    cache_dir: Path, *, namespace: str | None = None, read_data: bool = False, progress: Progress | None = None
-) -> VerifyReport:
-    """Verify the shards of all namespaces of a cache directory, or of those that start with `namespace`.
-
-    Works beside a live engine: a shard that it evicts meanwhile is no problem.
-
-    Raises:
-        NotFoundError: there is no such directory, or no such namespace in it.
-        StorageError: it can't be read.
-    """
-    report = VerifyReport(subject=str(cache_dir), read_data=read_data)
-    directories = match_namespaces(cache_dir, namespace)
-    if namespace is None:
-        known = {directory for directory, _ in directories}
-        for directory in paths.namespace_dirs(cache_dir):
-            if directory not in known:
-                message = f"{directory / paths.NAMESPACE} is missing or damaged; its chunks can't be used"
-                report.add("damaged", str(directory / paths.NAMESPACE), message)
-    scans = [(directory, ns, scan_shards(directory, ns)) for directory, ns in directories]
-    total = sum(shard.header.file_bytes for _, _, scan in scans for shard in scan.shards)
-    for directory, ns, scan in scans:
-        for bad in scan.damaged:
-            if bad.path.exists():
-                report.add("damaged", str(bad.path), f"shard {bad.path} is damaged: {bad.reason}")
-        live, num_dead = live_entries(ns, scan.shards)
-        report.num_shards += len(scan.shards)
-        report.num_chunks += len(live) + num_dead
-        if num_dead:
-            report.notes.append(f"{directory.name}: {num_dead} chunks lack an ancestor and can't be used")
-        if quarantined := len(paths.entries(directory / paths.QUARANTINE)):
-            report.notes.append(f"{directory.name}: {quarantined} files are in quarantine")
-        for shard in scan.shards:
-            if read_data:
-                _read_local(shard, report)
-                if progress is not None:
-                    progress(report.read_bytes, total)
-    return report
-
-
-def _verify_content(
-    repository: Repository, manifest: Manifest, report: VerifyReport, *, read_data: bool, progress: Progress | None
+def _check_signature(
+    repository: Repository, snapshot: Digest, manifest: bytes, trusted: TrustedKeys, report: VerifyReport
 ) -> None:
-    catalog: Catalog | None = None
     try:
-        catalog = repository.catalog(manifest)
-    except (NotFoundError, CorruptChunkError) as error:
-        kind = "missing" if isinstance(error, NotFoundError) else "damaged"
-        report.add(kind, f"catalogs/{manifest.catalog.digest}.parquet", str(error))
-    else:
-        if (tokens := int(catalog.tokens.sum())) != manifest.totals.num_tokens:
-            name = f"catalogs/{manifest.catalog.digest}.parquet"
-            report.add("mismatch", name, f"it has {tokens} tokens, its manifest {manifest.totals.num_tokens}")
-    rows = None if catalog is None else catalog.rows_of_shards(len(manifest.shards))
-    for i, record in enumerate(manifest.shards):
-        name = shard_name(record.digest)
-        report.num_shards += 1
+        report.signed_by = check_signed(repository.storage, manifest, trusted)
+    except UntrustedError as error:
+        report.add("untrusted", signature_name(snapshot), str(error))
+
+
+class _Verification:
+    """Of one snapshot whose manifest is right."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        manifest: Manifest,
+        stored: Mapping[str, int],
+        report: VerifyReport,
+        sample: float | None,
+        progress: Progress | None,
+    ) -> None:
+        self._repository = repository
+        self._storage = repository.storage
+        self._manifest = manifest
+        self._stored = stored
+        self._report = report
+        self._share = sample
+        self._progress = progress
+        self._sampled: set[int] = set()
+        self._total = manifest.totals.nbytes
+        self._unreadable: list[StorageError] = []
+
+    def run(self) -> None:
+        report, manifest = self._report, self._manifest
+        catalog = None
+        if report.depth == "quick":
+            report.num_chunks = manifest.totals.num_chunks
+            self._check_catalog_size()
+        else:
+            catalog = self._read_catalog()
+        rows = None if catalog is None else catalog.rows_of_shards(len(manifest.shards))
+        if self._share is not None and catalog is not None:
+            self._sampled, report.seed = choose_sample(len(catalog), self._share, report.seed)
+            self._total = int(catalog.nbytes[sorted(self._sampled)].sum())
+        targets = []
+        for i, record in enumerate(manifest.shards):
+            target = None
+            if catalog is not None and rows is not None:
+                target = ShardTarget(digest=record.digest, nbytes=record.nbytes, catalog=catalog, rows=rows[i])
+            targets.append((record.digest, record.nbytes, target))
+        # Counts what was seen: one object that can't be read is a finding, a repository that can't be is none.
+        for part in _in_parallel(self._shard, targets, NUM_WORKERS if report.depth == "read-data" else HEADER_WORKERS):
+            report.join(part)
+            if self._progress is not None:
+                self._progress(report.read_bytes, self._total)
+        if self._unreadable and len(self._unreadable) == len(manifest.shards):
+            raise self._unreadable[0]
+
+    def _check_catalog_size(self) -> None:
+        record = self._manifest.catalog
+        name = catalog_name(record.digest)
         try:
-            found = repository.storage.head(name).nbytes
+            found = self._storage.head(name).nbytes
         except NotFoundError:
-            report.add("missing", name, f"shard {name} is missing; export the snapshot again")
-            continue
-        except StorageError as error:
-            report.add("damaged", name, str(error))
-            continue
+            self._report.add("missing", name, f"catalog {name} is missing in {self._repository.url}; export again")
+            return
         if found != record.nbytes:
-            report.add("damaged", name, f"shard {name} is damaged: expected {record.nbytes} bytes, found {found}")
-            if not read_data:
-                continue
-        target = None
-        if catalog is not None and rows is not None:
-            report.num_chunks += len(rows[i])
-            target = ShardTarget(digest=record.digest, nbytes=record.nbytes, catalog=catalog, rows=rows[i])
-        header = _check_header(repository, manifest.namespace, name, found, target, report)
-        if read_data:
-            _read_stored(repository, name, record.digest, record.nbytes, header, target, report)
-            if progress is not None:
-                progress(report.read_bytes, manifest.totals.nbytes)
+            message = f"catalog {name} is damaged: expected {record.nbytes} bytes, found {found}; export again"
+            self._report.add("damaged", name, message)
 
-
-def _check_header(
-    repository: Repository, ns: Namespace, name: str, nbytes: int, target: ShardTarget | None, report: VerifyReport
-) -> ShardHeader | None:
-    try:
-        header = _stored_header(repository, ns, name, nbytes)
-    except (CorruptChunkError, IncompatibleError) as error:
-        report.add("damaged", name, f"shard {name} is damaged: {error}")
-        return None
-    if target is not None:
+    def _read_catalog(self) -> Catalog | None:
+        name = catalog_name(self._manifest.catalog.digest)
         try:
-            check_against_catalog(header, target, ns)
-        except CorruptChunkError as error:
-            report.add("mismatch", name, f"shard {name} and its catalog disagree: {error}")
-    return header
+            catalog = self._repository.catalog(self._manifest)
+        except (NotFoundError, CorruptChunkError) as error:
+            kind = "missing" if isinstance(error, NotFoundError) else "damaged"
+            self._report.add(kind, name, str(error))
+            return None
+        if (tokens := int(catalog.tokens.sum())) != self._manifest.totals.num_tokens:
+            message = f"it has {tokens} tokens, its manifest {self._manifest.totals.num_tokens}"
+            self._report.add("mismatch", name, message)
+        return catalog
 
+    def _shard(self, item: tuple[Digest, int, ShardTarget | None]) -> VerifyReport:
+        """One shard; called by several threads."""
+        digest, nbytes, target = item
+        part, name = self._report.part(), shard_name(digest)
+        part.num_shards = 1
+        if target is not None:
+            part.num_chunks = len(target.rows)
+        try:
+            self._check_shard(digest, nbytes, name, target, part)
+        except NotFoundError:
+            part.add("missing", name, f"shard {name} is missing; export the snapshot again")
+        except ShortReadError as error:
+            part.add("damaged", name, f"shard {name} is damaged: expected sha256 {digest[:12]}, but {error}")
+        except StorageError as error:
+            part.add("unreadable", name, str(error))
+            self._unreadable.append(error)
+        return part
 
-def _stored_header(repository: Repository, ns: Namespace, name: str, nbytes: int) -> ShardHeader:
-    """Read a shard's header by ranges."""
-    start = bytearray(8)
-    repository.storage.read_into(name, memoryview(start), 0)
-    head = bytearray(header_length(start, nbytes))
-    repository.storage.read_into(name, memoryview(head), 0)
-    return parse_header(head, nbytes, ns)
+    def _check_shard(
+        self, digest: Digest, nbytes: int, name: str, target: ShardTarget | None, part: VerifyReport
+    ) -> None:
+        found = self._stored.get(name)
+        if found is None:  # not listed: it may have come since, or be no regular file
+            found = self._storage.head(name).nbytes
+        depth = self._report.depth
+        if found != nbytes:
+            part.add("damaged", name, f"shard {name} is damaged: expected {nbytes} bytes, found {found}")
+        if depth == "quick" or (found != nbytes and depth != "read-data"):
+            return
+        header = self._check_header(name, found, target, part)
+        if depth == "read-data":
+            self._read_whole(name, digest, nbytes, header, target, part)
+        elif depth == "sample" and header is not None and target is not None:
+            self._read_sample(name, target, part)
 
+    def _check_header(
+        self, name: str, nbytes: int, target: ShardTarget | None, part: VerifyReport
+    ) -> ShardHeader | None:
+        ns = self._manifest.namespace
+        try:
+            header = _stored_header(self._storage, ns, name, nbytes)
+        except (CorruptChunkError, IncompatibleError) as error:
+            part.add("damaged", name, f"shard {name} is damaged: {error}")
+            return None
+        if target is not None:
+            try:
+                check_against_catalog(header, target, ns)
+            except CorruptChunkError as error:
+                part.add("mismatch", name, f"shard {name} and its catalog disagree: {error}")
+        return header
 
-def _read_stored(
-    repository: Repository,
-    name: str,
-    digest: Digest,
-    nbytes: int,
-    header: ShardHeader | None,
-    target: ShardTarget | None,
-    report: VerifyReport,
-) -> None:
-    entries = () if header is None else header.chunks
-    hasher = ShardHasher(entries)
-    with repository.storage.open_read(name) as reader:
-        for piece in pieces(reader, limit=nbytes):
-            hasher.update(piece)
-    report.read_bytes += hasher.nbytes
-    before = len(report.problems)
-    _compare_chunks(f"shard {name}", name, entries, hasher.digests, report)
-    if target is not None and header is not None:
+    def _read_sample(self, name: str, target: ShardTarget, part: VerifyReport) -> None:
         catalog = target.catalog
-        blake3 = {catalog.key_of(row): catalog.blake3[row].tobytes() for row in target.rows.tolist()}
-        for entry, digests in zip(entries, hasher.digests, strict=False):
-            if digests.xxh3 == entry.xxh3 and blake3.get(entry.key, digests.blake3) != digests.blake3:
-                message = (
-                    f"shard {name} is damaged in chunk {entry.key.hex()[:12]}: expected blake3 "
-                    f"{blake3[entry.key].hex()[:12]}, read {digests.blake3.hex()[:12]}"
-                )
-                report.add("damaged", name, message, entry.key)
-    if hasher.sha256() != digest and len(report.problems) == before:
-        report.add(
-            "damaged",
-            name,
-            f"shard {name} is damaged: expected sha256 {digest[:12]}, read {hasher.sha256()[:12]}",
-        )
+        for row in target.rows.tolist():
+            if row not in self._sampled:
+                continue
+            nbytes = int(catalog.nbytes[row])
+            with self._storage.open_read(name, offset=int(catalog.offset[row]), nbytes=nbytes) as reader:
+                found = read_digests(reader, nbytes)
+            part.read_chunks += 1
+            part.read_bytes += nbytes
+            for what, read, expected in (
+                ("blake3", found.blake3, catalog.blake3[row].tobytes()),
+                ("xxh3", found.xxh3, catalog.xxh3[row].tobytes()),
+            ):
+                if read != expected:
+                    _add_wrong_chunk(part, name, catalog.key_of(row), what, expected, read)
+                    break
 
-
-def _read_local(shard: LocalShard, report: VerifyReport) -> None:
-    entries = shard.header.chunks
-    hasher = ShardHasher(entries)
-    name = str(shard.path)
-    try:
-        with open_shard(shard.path, direct=True) as fd:
-            for piece in pieces(FdReader(fd, name), limit=shard.header.file_bytes):
+    def _read_whole(
+        self,
+        name: str,
+        digest: Digest,
+        nbytes: int,
+        header: ShardHeader | None,
+        target: ShardTarget | None,
+        part: VerifyReport,
+    ) -> None:
+        entries = () if header is None else header.chunks
+        hasher = ShardHasher(entries)
+        with self._storage.open_read(name) as reader:
+            for piece in pieces(reader, limit=nbytes):
                 hasher.update(piece)
-    except NotFoundError:
-        return
-    except StorageError as error:
-        report.add("damaged", name, str(error))
-        return
-    report.read_bytes += hasher.nbytes
-    before = len(report.problems)
-    _compare_chunks(f"shard {name}", name, entries, hasher.digests, report)
-    is_imported = len(shard.id) == IMPORTED_ID_DIGITS
-    if is_imported and hasher.sha256() != shard.id and len(report.problems) == before:
-        message = f"shard {name} is damaged: expected sha256 {shard.id[:12]}, read {hasher.sha256()[:12]}"
-        report.add("damaged", name, message)
+        part.read_bytes += hasher.nbytes
+        part.read_chunks += len(hasher.digests)
+        before = len(part.problems)
+        compare_chunks(name, entries, hasher.digests, part)
+        if target is not None:
+            catalog = target.catalog
+            blake3 = {catalog.key_of(row): catalog.blake3[row].tobytes() for row in target.rows.tolist()}
+            for entry, digests in zip(entries, hasher.digests, strict=False):
+                expected = blake3.get(entry.key, digests.blake3)
+                if digests.xxh3 == entry.xxh3 and digests.blake3 != expected:
+                    _add_wrong_chunk(part, name, entry.key, "blake3", expected, digests.blake3)
+        if hasher.sha256() != digest and len(part.problems) == before:
+            message = f"shard {name} is damaged: expected sha256 {digest[:12]}, read {hasher.sha256()[:12]}"
+            part.add("damaged", name, message)
 
 
-def _compare_chunks(
-    where: str, name: str, entries: Sequence[ChunkEntry], found: Sequence[RangeDigests], report: VerifyReport
-) -> None:
-    for entry, digests in zip(entries, found, strict=False):
-        if digests.xxh3 != entry.xxh3:
-            message = (
-                f"{where} is damaged in chunk {entry.key.hex()[:12]}: expected xxh3 {entry.xxh3.hex()[:12]}, "
-                f"read {digests.xxh3.hex()[:12]}"
-            )
-            report.add("damaged", name, message, entry.key)
-    for entry in entries[len(found) :]:
-        message = f"{where} is damaged in chunk {entry.key.hex()[:12]}: the file ends before the chunk does"
-        report.add("damaged", name, message, entry.key)
+def _add_wrong_chunk(report: VerifyReport, name: str, key: bytes, what: str, expected: bytes, read: bytes) -> None:
+    message = (
+        f"shard {name} is damaged in chunk {key.hex()[:12]}: expected {what} {expected.hex()[:12]}, "
+        f"read {read.hex()[:12]}"
+    )
+    report.add("damaged", name, message, key)
+
+
+def _in_parallel(act: Callable[[T], VerifyReport], items: Iterable[T], workers: int) -> Iterable[VerifyReport]:
+    """What `act` says of each item, in order; the rest is given up when somebody stops."""
+    pool = ThreadPoolExecutor(workers, "kvsnap-verify", initializer=widen_affinity)
+    try:
+        yield from pool.map(act, items)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _stored_header(storage: Storage, ns: Namespace, name: str, nbytes: int) -> ShardHeader:
+    """Read a shard's header: one request, or two where it is long."""
+    start = bytearray(min(FIRST_READ, nbytes))
+    found = storage.read_into(name, memoryview(start), 0)
+    length = header_length(start[:found], nbytes)
+    if length > found:
+        rest = bytearray(length - found)
+        found += storage.read_into(name, memoryview(rest), found)
+        start += rest
+    if found < length:
+        raise CorruptChunkError(f"it ends at byte {found}, inside its header of {length} bytes")
+    return parse_header(start[:length], nbytes, ns)
 
 
 def _is_ref(repository: Repository, name: str) -> bool:
@@ -291,7 +328,16 @@ def _is_ref(repository: Repository, name: str) -> bool:
     return True
 
 
-def _note_strays(repository: Repository, report: VerifyReport) -> None:
+def _list_shards(repository: Repository, report: VerifyReport) -> dict[str, int] | None:
+    """Sizes of all shards; None where that may not be asked."""
+    try:
+        return {info.name: info.nbytes for info in repository.storage.list("shards/")}
+    except RefusedError as error:
+        report.notes.append(f"shards that belong to no snapshot are not looked for: {error}")
+        return None
+
+
+def _note_strays(repository: Repository, stored: Mapping[str, int], report: VerifyReport) -> None:
     """Note shards that no manifest names, and files that have no business there."""
     named: set[Digest] = set()
     for snapshot in repository.snapshots():
@@ -301,6 +347,6 @@ def _note_strays(repository: Repository, report: VerifyReport) -> None:
             if snapshot != report.subject:
                 report.notes.append(f"another snapshot can't be read: {error}")
     known = {shard_name(digest) for digest in named}
-    for info in repository.storage.list("shards/"):
-        if info.name not in known:
-            report.notes.append(f"{info.name} ({info.nbytes} bytes) belongs to no snapshot that can be read")
+    for name, nbytes in stored.items():
+        if name not in known:
+            report.notes.append(f"{name} ({nbytes} bytes) belongs to no snapshot that can be read")

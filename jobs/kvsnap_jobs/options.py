@@ -63,7 +63,39 @@ class AgeType(click.ParamType[float]):
         return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
 
 
+class DurationType(click.ParamType[float]):
+    """Seconds: `90`, `120s`, `10m`, `1.5h`."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is no duration, expected for example 90, 120s, 10m or 1h", param, ctx)
+        return float(match[1]) * {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2]]
+
+
+class ShareType(click.ParamType[float]):
+    """A share of something: `5%` or `0.05`."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            self.fail(f"{value!r} is no share, expected e.g. 5% or 0.05", param, ctx)
+        return share
+
+
 AGE = AgeType()
+DURATION = DurationType()
+SHARE = ShareType()
 SIZE = SizeType()
 SNAPSHOT_URL = SnapshotUrlType()
 
