@@ -64,7 +64,7 @@ def show(snapshot: tuple[str, str], require_signature: bool | None, trusted_keys
             ("holds", f"{totals.num_chunks} chunks, {totals.num_tokens} tokens, {totals.num_prefixes} prefixes"),
             ("shards", f"{len(manifest.shards)}, {size_text(totals.nbytes)}"),
             ("catalog", f"{DIGEST_PREFIX}{manifest.catalog.digest}, {size_text(manifest.catalog.nbytes)}"),
-            *(("signature", f"{item['signer'] or item['key'][:12]}: {item['verdict']}") for item in signatures),
+            *(("signature", f"{item['signer'] or str(item['key'])[:12]}: {item['verdict']}") for item in signatures),
             *((f"note {name}", value) for name, value in sorted(manifest.annotations.items())),
         ),
         indent="  ",
