@@ -23,7 +23,8 @@ from kvsnap.keys import ChunkKey, KeyChain
 from kvsnap.match import Match, Promise, cut
 from kvsnap.namespace import Namespace
 from kvsnap.policy import EvictionPolicy, FrequencyRecency, Rates
-from kvsnap.promoter import Promoter, ReadJob
+from kvsnap.promoter import Promoter
+from kvsnap.promotion import Promotion
 from kvsnap.remote import RemoteChunk, RemoteSnapshot
 from kvsnap.residency import Residency
 from kvsnap.runtime import widen_affinity
@@ -99,6 +100,7 @@ class TieredCache:
         self._filling: dict[tuple[int, int], Chunk] = {}
         self._loading: deque[tuple[int, list[int]]] = deque()
         self.counts["attach_found"] = attach(self.residency, dram)
+        self.promotion = Promotion(self)
         self.promoter = Promoter(self, self.options.num_readers)
         self.writer = Writer(self)
         self.shards = ShardMap(self.residency, self.geometry)
@@ -150,49 +152,12 @@ class TieredCache:
         return blocks * 16 == len(block_keys)
 
     def promote(self, chunks: Sequence[Chunk]) -> int:
-        """Start to bring chunks, and their ancestors, into DRAM; returns how many reads began.
-
-        All their slots are taken at once, or the promotion is shortened from its end,
-        so that two waiters never hold half of what each needs. A chunk that is on its
-        way already is not read again.
-        """
-        jobs: list[ReadJob] = []
-        with self.lock:
-            chain = _with_ancestors(chunks)
-            self.residency.shield(chain)
-            try:
-                for chunk in chain:
-                    if chunk.state == UNCHECKED:
-                        jobs.append(self._check_job(chunk))
-                    elif chunk.state == ABSENT:
-                        job = self._read_job(chunk)
-                        if job is None:
-                            break
-                        jobs.append(job)
-            finally:
-                self.residency.unshield(chain)
-        self.promoter.submit(jobs)
-        return len(jobs)
+        """See `Promotion.promote`."""
+        return self.promotion.promote(chunks)
 
     def fetch(self, chain: KeyChain, chunks: Sequence[RemoteChunk], scope: str) -> int:
-        """Start to fetch consecutive chunks of a prompt from the snapshot; returns how many began.
-
-        A chunk that is on its way already, for whomever, is in the index and not here.
-        """
-        jobs: list[ReadJob] = []
-        with self.lock:
-            for remote in chunks:
-                parent = self.residency.index.get(chain.parent_of(remote.index)) if remote.index else None
-                if remote.index and (parent is None or parent.slot < 0):
-                    break  # its parent comes first; asked again once that is here
-                if self.residency.index.get(remote.key) is not None:
-                    continue
-                job = self._fetch_job(chain, remote, parent, scope)
-                if job is None:
-                    break
-                jobs.append(job)
-        self.promoter.submit(jobs)
-        return len(jobs)
+        """See `Promotion.fetch`."""
+        return self.promotion.fetch(chain, chunks, scope)
 
     def is_moving(self, chunks: Iterable[Chunk]) -> bool:
         """Whether any of the chunks is still being read or checked."""
@@ -357,17 +322,6 @@ class TieredCache:
         """Write everything that may be written and isn't yet; wait for it at most `timeout_s` seconds."""
         return self.writer.flush(timeout_s)
 
-    def background_job(self, chunk: Chunk) -> ReadJob | None:
-        """Called by a reading thread that has nothing better to do; None where the chunk needs nothing any more."""
-        with self.lock:
-            if self.is_closed:
-                return None
-            if chunk.state == UNCHECKED:
-                return self._check_job(chunk)
-            if chunk.state == ABSENT and self.residency.num_free:
-                return self._read_job(chunk)
-        return None
-
     def status(self) -> dict[str, Any]:
         """What is in the tiers and what happened so far; plain values for JSON."""
         with self.lock:
@@ -412,24 +366,6 @@ class TieredCache:
 
     # -- called by the threads -------------------------------------------------------
 
-    def finish_read(self, job: ReadJob, *, good: bool) -> None:
-        """A read or check is over: offer the chunk, or drop it with its descendants in DRAM."""
-        with self.lock:
-            chunk = job.chunk
-            if chunk.slot == job.slot and chunk.generation == job.generation and chunk.state == READING:
-                parent_ok = chunk.parent is None or chunk.parent.slot >= 0
-                if good and parent_ok:
-                    chunk.dram_xxh3 = job.xxh3
-                    if job.is_fill:
-                        self.dram.commit(self._record(chunk))
-                    self.residency.ready(chunk)
-                    self.counts[job.kind] += 1
-                    if chunk.hits and self.options.persist in ("auto", "hot"):
-                        self.writer.want(chunk)  # hot, and the last engine did not get to write it
-                else:
-                    self.residency.vacate_subtree(chunk)
-            self.residency.end_op(job.slot)
-
     def set_checksum(self, chunk: Chunk, slot: int, generation: int, xxh3: bytes) -> None:
         """The checksum of a stored chunk was computed; empty where that failed."""
         with self.lock:
@@ -450,48 +386,6 @@ class TieredCache:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICE)
         self.dram.prefault(self._stop_prefault)
 
-    def _read_job(self, chunk: Chunk) -> ReadJob | None:
-        if chunk.shard is None or self.disk is None or (chunk.parent is not None and chunk.parent.slot < 0):
-            return None
-        slot = self.residency.take_slot(self.writer.is_droppable)
-        if slot is None:
-            self.counts["promotions_shortened"] += 1
-            return None
-        generation = self.dram.begin(slot)
-        self.residency.occupy(chunk, slot, generation, READING)
-        self.residency.begin_op(slot)
-        return ReadJob(
-            chunk=chunk, slot=slot, generation=generation, shard=chunk.shard, offset=chunk.offset, xxh3=chunk.shard_xxh3
-        )
-
-    def _fetch_job(self, chain: KeyChain, remote: RemoteChunk, parent: Chunk | None, scope: str) -> ReadJob | None:
-        source = self.remote
-        shielded = [] if parent is None else [parent]
-        self.residency.shield(shielded)
-        slot = self.residency.take_slot(self.writer.is_droppable) if source is not None else None
-        self.residency.unshield(shielded)
-        if source is None or slot is None:
-            return None
-        above = parent if parent is not None else chain.parent_of(0)
-        end = (remote.index + 1) * self._chunk_tokens
-        block_keys = chain.tail_block_keys(remote.index, end)
-        chunk = Chunk(remote.key, above, remote.index, self._chunk_tokens, scope, block_keys)
-        self.residency.index.add(chunk)
-        generation = self.dram.begin(slot)
-        self.residency.occupy(chunk, slot, generation, READING)
-        self.residency.begin_op(slot)
-        return ReadJob(
-            chunk=chunk, slot=slot, generation=generation, shard=None, offset=0, xxh3=source.xxh3(remote.row),
-            row=remote.row, source=source,
-        )  # fmt: skip
-
-    def _check_job(self, chunk: Chunk) -> ReadJob:
-        chunk.state = READING
-        self.residency.begin_op(chunk.slot)
-        return ReadJob(
-            chunk=chunk, slot=chunk.slot, generation=chunk.generation, shard=None, offset=0, xxh3=chunk.dram_xxh3
-        )
-
     def _end_fill(self, chunk: Chunk, slot: int, generation: int, *, good: bool) -> None:
         self.residency.end_op(slot)
         if chunk.slot != slot or chunk.generation != generation:
@@ -501,14 +395,15 @@ class TieredCache:
             self.counts["stores_failed"] += 1
             self.residency.vacate_subtree(chunk)
             return
-        self.dram.commit(self._record(chunk))
+        self.dram.commit(self.record(chunk))
         self.residency.ready(chunk)
         self.counts["stored"] += 1
         for short in self.residency.index.covered_by(chunk):
             self.residency.cover(short, chunk)
         self.writer.stored(chunk)
 
-    def _record(self, chunk: Chunk) -> SlotRecord:
+    def record(self, chunk: Chunk) -> SlotRecord:
+        """What the DRAM file says of a chunk in its slot."""
         return SlotRecord(
             slot=chunk.slot,
             generation=chunk.generation,
@@ -530,15 +425,3 @@ def _is_usable(chunk: Chunk) -> bool:
 
 def _is_in_dram(chunk: Chunk) -> bool:
     return chunk.state != ABSENT
-
-
-def _with_ancestors(chunks: Iterable[Chunk]) -> list[Chunk]:
-    order: dict[ChunkKey, Chunk] = {}
-    for chunk in chunks:
-        path = [chunk]
-        for above in chunk.ancestors():
-            if above.key in order:
-                break
-            path.append(above)
-        order.update((c.key, c) for c in reversed(path))
-    return list(order.values())

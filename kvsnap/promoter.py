@@ -134,7 +134,7 @@ class Promoter:
                 self._num_later_running += chunk is not None
             try:
                 if job is None and chunk is not None:
-                    later = self._cache.background_job(chunk)
+                    later = self._cache.promotion.background_job(chunk)
                     if later is not None:
                         self._do(later)
                 elif job is not None:
@@ -155,7 +155,7 @@ class Promoter:
         except Exception as error:  # whatever it is, the slot must come back
             self._warn(type(error).__name__, f"reading chunk {job.chunk.key.hex()[:12]} failed: {error}")
         finally:
-            self._cache.finish_read(job, good=good)
+            self._cache.promotion.finish_read(job, good=good)
 
     def _read(self, job: ReadJob) -> bool:
         disk = self._cache.disk
