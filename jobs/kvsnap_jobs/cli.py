@@ -30,6 +30,7 @@ from kvsnap_jobs.rm_cmd import rm
 from kvsnap_jobs.show_cmd import show
 from kvsnap_jobs.sign_cmd import sign
 from kvsnap_jobs.status_cmd import status
+from kvsnap_jobs.sync_cmd import sync
 from kvsnap_jobs.tag_cmd import tag
 from kvsnap_jobs.verify_cmd import verify
 from kvsnap_jobs.warmup_cmd import warmup
@@ -73,6 +74,7 @@ def main(verbose: bool) -> None:
 
 
 for _command in (
-    clear, copy, diff, export, flush, import_, list_, merge, prune, rm, show, sign, status, tag, verify, warmup,
+    clear, copy, diff, export, flush, import_, list_, merge, prune, rm, show, sign, status, sync, tag, verify,
+    warmup,
 ):  # fmt: skip
     main.add_command(_command)

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import click
 
+from kvsnap.export_rounds import ExportRound, ExportRounds
 from kvsnap.manifest import DIGEST_PREFIX
+from kvsnap.rounds import Pace
 from kvsnap.selection import SELECTS, Select
 from kvsnap.signing import SigningKey
 from kvsnap.snapshot_export import ExportReport, export_snapshot, match_namespaces
-from kvsnap_jobs.options import EXIT_PROBLEMS, SIZE, cache_dir_option, json_option, namespace_option
-from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
+from kvsnap.storage import Storage, open_storage
+from kvsnap.storage.stoppable import StoppableStorage
+from kvsnap.transfer import Progress
+from kvsnap_jobs.options import (
+    DURATION,
+    EXIT_FAILED,
+    EXIT_PROBLEMS,
+    SIZE,
+    cache_dir_option,
+    json_option,
+    namespace_option,
+)
+from kvsnap_jobs.output import ProgressBar, print_facts, print_json, print_json_line, size_text
 from kvsnap_jobs.repository_options import single_writer_option
+from kvsnap_jobs.signals import stopped_by_signals
 from kvsnap_jobs.trust_options import signing_key_option
+
+Once = Callable[[str | Storage, bool, Progress | None], ExportReport]
+"""Exports to a storage; whether the ref moves if nothing is new; progress."""
 
 
 @click.command()
@@ -30,6 +50,10 @@ from kvsnap_jobs.trust_options import signing_key_option
     help="Which chunks: all; hot: those that were hit; recent: those used in the last 24 hours.",
 )
 @click.option("--salted", is_flag=True, help="Also chunks of requests with a cache salt (they belong to a tenant).")
+@click.option(
+    "--every", "every_s", metavar="DURATION", type=DURATION,
+    help="Go on until SIGTERM, and export again after each DURATION (as 10m), give or take a fifth.",
+)  # fmt: skip
 @click.option("--no-flush", is_flag=True, help="Don't ask live engines to write their DRAM tier first.")
 @signing_key_option("--sign-key")
 @single_writer_option
@@ -44,6 +68,7 @@ def export(
     max_bytes: int | None,
     select: Select,
     salted: bool,
+    every_s: float | None,
     no_flush: bool,
     key_file: Path | None,
     single_writer: bool,
@@ -61,6 +86,11 @@ def export(
 
     Prints the snapshot's id.
 
+    With --every, what fails is said and tried again. --json then prints a line for each
+    round, with the time of the last_successful_export. Several leaders may export to one
+    ref: it moves to whatever is new, never back. SIGTERM ends it cleanly, SIGKILL safely;
+    the exit status is then that of the last round.
+
     \b
     Exit status:
       0  exported (or unchanged)
@@ -69,14 +99,17 @@ def export(
       3  exported, but some shards of the cache directory are damaged and were left out
     """
     signer = None if key_file is None else SigningKey.read(key_file)
-    matching = match_namespaces(cache_dir, namespace)
-    if len(matching) > 1:
-        lines = "".join(f"\n  {directory.name}  {ns.human.get('model') or ''}".rstrip() for directory, ns in matching)
-        raise click.UsageError(f"{cache_dir} holds several namespaces; choose one with --namespace:{lines}")
-    with ProgressBar("export") as bar:
-        report = export_snapshot(
+
+    def once(storage: str | Storage, moves_if_unchanged: bool, progress: Progress | None) -> ExportReport:
+        matching = match_namespaces(cache_dir, namespace)
+        if len(matching) > 1:
+            lines = "".join(
+                f"\n  {directory.name}  {ns.human.get('model') or ''}".rstrip() for directory, ns in matching
+            )
+            raise click.UsageError(f"{cache_dir} holds several namespaces; choose one with --namespace:{lines}")
+        return export_snapshot(
             cache_dir,
-            url,
+            storage,
             namespace=namespace,
             tag=tag,
             max_bytes=max_bytes,
@@ -84,22 +117,64 @@ def export(
             include_salted=salted,
             flush=not no_flush,
             single_writer=single_writer,
+            moves_if_unchanged=moves_if_unchanged,
             signer=signer,
-            progress=bar,
+            progress=progress,
         )
+
+    signed_by = None if signer is None else signer.public
+    if every_s is not None:
+        status = _export_every(every_s, url, once, signed_by, as_json=as_json)
+    else:
+        with ProgressBar("export") as bar:
+            report = once(url, True, bar)
+        _warn(report)
+        if as_json:
+            print_json(report, signed_by=signed_by)
+        else:
+            click.echo(DIGEST_PREFIX + report.snapshot)
+            _print_text(report, signed_by)
+        status = EXIT_PROBLEMS if report.damaged else 0
+    if status:
+        ctx.exit(status)
+
+
+def _export_every(every_s: float, url: str, once: Once, signed_by: str | None, *, as_json: bool) -> int:
+    """Export until a signal comes; the exit status."""
+    last: ExportRound | None = None
+
+    def told(found: ExportRound) -> None:
+        nonlocal last
+        last = found
+        if found.outcome == "failed":
+            since = found.last_successful_export
+            ago = "never since the start" if since is None else f"{time.time() - since:.0f} s ago"
+            times = f"{found.failures} times in a row; " if found.failures > 1 else ""
+            click.echo(f"kvsnap: export: {found.error} ({times}last success: {ago})", err=True)
+        if found.report is not None:
+            _warn(found.report)
+        if as_json:
+            print_json_line(found, signed_by=signed_by)
+        elif found.report is not None and found.report.is_new:
+            click.echo(DIGEST_PREFIX + found.report.snapshot)
+            _print_text(found.report, signed_by)
+
+    with stopped_by_signals() as stop, closing(StoppableStorage(open_storage(url, sleep=stop.sleep), stop)) as storage:
+        ExportRounds(lambda moves: once(storage, moves, None), stop=stop).run(Pace(every_s), told)
+    if last is None:
+        return 0
+    if last.outcome == "failed":
+        return EXIT_PROBLEMS if last.is_refused else EXIT_FAILED
+    return EXIT_PROBLEMS if last.report is not None and last.report.damaged else 0
+
+
+def _warn(report: ExportReport) -> None:
     for problem in report.damaged:
         click.echo(f"kvsnap: {problem}", err=True)
     for engine, answer in report.flushed.items():
         if answer.get("unsaved_chunks"):
             count = answer["unsaved_chunks"]
             click.echo(f"kvsnap: engine {engine} holds {count} chunks in DRAM that it could not write", err=True)
-    if as_json:
-        print_json(report, signed_by=None if signer is None else signer.public)
-    else:
-        click.echo(DIGEST_PREFIX + report.snapshot)
-        _print_text(report, None if signer is None else signer.public)
-    if report.damaged:
-        ctx.exit(EXIT_PROBLEMS)
 
 
 def _print_text(report: ExportReport, signed_by: str | None) -> None:

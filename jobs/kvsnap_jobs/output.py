@@ -19,8 +19,17 @@ _BAR_WIDTH = 30
 
 def print_json(report: Any, **more: Any) -> None:
     """One JSON object: the fields of a report dataclass (or of a mapping), and `more`."""
-    obj = dataclasses.asdict(report) if dataclasses.is_dataclass(report) and not isinstance(report, type) else report
-    click.echo(json.dumps({**obj, **more}, indent=2, sort_keys=True, default=str))
+    click.echo(json.dumps({**_mapping(report), **more}, indent=2, sort_keys=True, default=str))
+
+
+def print_json_line(report: Any, **more: Any) -> None:
+    """The same in one line, at once: of a command that goes on."""
+    click.echo(json.dumps({**_mapping(report), **more}, sort_keys=True, default=str))
+    sys.stdout.flush()
+
+
+def _mapping(report: Any) -> Any:
+    return dataclasses.asdict(report) if dataclasses.is_dataclass(report) and not isinstance(report, type) else report
 
 
 def print_facts(facts: Iterable[tuple[str, object]], *, indent: str = "") -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable
@@ -26,29 +25,20 @@ from kvsnap.warmup.report import Failure, WarmupPlan, WarmupReport, write_ready_
 from kvsnap.warmup.server import Server
 from kvsnap.warmup.transport import HttpTransport
 from kvsnap.warmup.volatile import Finding
-from kvsnap_jobs.options import EXIT_FAILED, EXIT_PROBLEMS, cache_dir_option, json_option, namespace_option
+from kvsnap_jobs.options import (
+    DURATION,
+    EXIT_FAILED,
+    EXIT_PROBLEMS,
+    cache_dir_option,
+    json_option,
+    namespace_option,
+)
 from kvsnap_jobs.output import print_facts, print_json, size_text
 
 START_SECONDS = 1800.0
 BAR_AFTER_S = 1.0
 SHOWN_FAILURES = 10
 _FLAGS = "kvsnap.server_flags"
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)")
-_UNIT_SECONDS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-class DurationType(click.ParamType[float]):
-    """Seconds: `90`, `120s`, `10m`, `1.5h`."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, int | float):
-            return float(value)
-        match = _DURATION.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is no duration, expected for example 90, 120s, 10m or 1h", param, ctx)
-        return float(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 class ShardType(click.ParamType[tuple[int, int]]):
@@ -114,9 +104,9 @@ class CountBar:
     "--api-key", metavar="KEY", envvar=["KVSNAP_API_KEY", "VLLM_API_KEY"], show_envvar=True, help="The server's key."
 )
 @click.option("--concurrency", type=click.IntRange(1, 1024), default=8, show_default=True, help="Requests at once.")
-@click.option("--timeout", "timeout_s", type=DurationType(), default="5m", show_default=True, help="For each request.")
-@click.option("--wait", "wait_s", type=DurationType(), default=0.0, help="Wait so long for a server that isn't up yet.")
-@click.option("--budget", "budget_s", type=DurationType(), help="Longest time for all of it, as 120s.")
+@click.option("--timeout", "timeout_s", type=DURATION, default="5m", show_default=True, help="For each request.")
+@click.option("--wait", "wait_s", type=DURATION, default=0.0, help="Wait so long for a server that isn't up yet.")
+@click.option("--budget", "budget_s", type=DURATION, help="Longest time for all of it, as 120s.")
 @click.option("--require-warm", is_flag=True, help="Not everything warm: write no ready file, exit with 3.")
 @click.option(
     "--ready-file", type=click.Path(path_type=Path, dir_okay=False), metavar="PATH",

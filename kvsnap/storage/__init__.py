@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -50,10 +51,16 @@ __all__ = [
 ]
 
 
-def open_storage(url: str, options: S3Options | Mapping[str, Any] | None = None) -> Storage:
+def open_storage(
+    url: str,
+    options: S3Options | Mapping[str, Any] | None = None,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Storage:
     """The storage at `url`: a path or `file://` URL of a local directory, or `s3://bucket/prefix`. Touches nothing yet.
 
-    `options` (of S3; the URL's query may hold some too) win over the environment.
+    `options` (of S3; the URL's query may hold some too) win over the environment. `sleep` is how to wait before trying
+    again; it may raise to end that.
 
     Raises:
         ConfigError: the URL or an option makes no sense.
@@ -69,5 +76,5 @@ def open_storage(url: str, options: S3Options | Mapping[str, Any] | None = None)
         return LocalStorage(Path(unquote(parts.path)))
     if parts.scheme == "s3":
         location, settings = parse_s3_url(url, options)
-        return RetryStorage(S3Storage(location, settings), settings.retry)
+        return RetryStorage(S3Storage(location, settings), settings.retry, sleep=sleep)
     raise ConfigError(f"URL {url} has scheme {parts.scheme!r}, expected a path, file:// or s3://")

@@ -17,6 +17,7 @@ from kvsnap.namespace import Namespace
 MARKER = "kvsnap.json"
 LOCK = "lock"
 EVICTOR = "evictor"
+IMPORTER = "importer"
 NAMESPACE = "namespace.json"
 SHARDS = "shards"
 TEMPORARY = "tmp"

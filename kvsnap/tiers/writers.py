@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,8 @@ from kvsnap.tiers import paths
 
 LOCK_SECONDS = 10.0
 """Longest wait for another process that holds the directory lock."""
+IMPORT_SECONDS = 600.0
+"""Longest wait for another process that imports."""
 
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -99,6 +101,36 @@ def only_evictor(cache_dir: Path) -> Iterator[bool]:
         return
     try:
         yield try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def only_importer(
+    cache_dir: Path, *, longest_s: float = IMPORT_SECONDS, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[None]:
+    """Inside, this process is the only one that downloads into the directory, so that nothing is downloaded twice.
+
+    The lock of a process that died is gone with it. Who has waited for `longest_s` goes on all the same: whatever both
+    bring is the same. `sleep` may raise to end the wait.
+    """
+    path = cache_dir / paths.IMPORTER
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise StorageError(f"{path} can't be opened: {error.strerror or error}") from error
+    try:
+        deadline = time.monotonic() + longest_s
+        pause = 0.01
+        while not try_lock(fd):
+            if pause == 0.01:
+                log.info("kvsnap: another process imports into %s; waiting for it", cache_dir)
+            if time.monotonic() > deadline:
+                log.warning("kvsnap: %s is held by another process for over %g s; going on", path, longest_s)
+                break
+            sleep(pause)
+            pause = min(2 * pause, 0.5)
+        yield
     finally:
         os.close(fd)
 

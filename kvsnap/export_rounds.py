@@ -1,0 +1,95 @@
+"""Export every so often, so that a ref names a snapshot of what the engines hold now.
+
+Several leaders may export to one ref. A ref moves by compare-and-swap and each move names a whole snapshot, so the last
+one wins and nothing is lost. A leader moves it only to what is new: it never undoes another leader's move, nor a roll
+back, just because its own round comes by.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError
+from kvsnap.rounds import Pace, Stop, StoppedError
+from kvsnap.snapshot_export import ExportReport
+
+Export = Callable[[bool], ExportReport]
+"""Exports once. The argument: whether the ref is moved to a snapshot, too, that the repository had already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRound:
+    """What became of one round."""
+
+    outcome: Literal["exported", "unchanged", "failed"]
+    error: str | None = None
+    """Why it failed."""
+    is_refused: bool = False
+    """It failed because of what was found: damage, or another format or model."""
+    failures: int = 0
+    """Rounds that failed in a row, this one included."""
+    last_successful_export: float | None = None
+    """When a round last did well [Unix time, s]; None: never since the start."""
+    report: ExportReport | None = None
+    """None where it failed."""
+
+
+class ExportRounds:
+    """Calls `export` again and again. D14: a failure is told at once, and each later round says how old the last
+    success is."""
+
+    def __init__(self, export: Export, *, stop: Stop, clock: Callable[[], float] = time.time) -> None:
+        self._export = export
+        self._stop = stop
+        self._clock = clock
+        self._failures = 0
+        self._last_success: float | None = None
+        self._is_ref_owed = True
+        """No round has done well since the start or the last failure: the ref may not name our snapshot yet."""
+
+    def round(self) -> ExportRound:
+        """One round. What fails is told in the answer.
+
+        Raises:
+            ConfigError: it can't work, now or later.
+            StoppedError: somebody said stop. The repository is as whole as before.
+        """
+        try:
+            report = self._export(self._is_ref_owed)
+        except (ConfigError, StoppedError):
+            raise
+        except (KvsnapError, OSError) as error:
+            self._stop.check()  # it may be why
+            self._failures += 1
+            self._is_ref_owed = True
+            return ExportRound(
+                outcome="failed",
+                error=str(error),
+                is_refused=isinstance(error, CorruptChunkError | IncompatibleError),
+                failures=self._failures,
+                last_successful_export=self._last_success,
+            )
+        self._failures = 0
+        self._is_ref_owed = False
+        self._last_success = self._clock()
+        return ExportRound(
+            outcome="exported" if report.is_new else "unchanged",
+            last_successful_export=self._last_success,
+            report=report,
+        )
+
+    def run(self, pace: Pace, told: Callable[[ExportRound], None]) -> None:
+        """Rounds until somebody says stop; `told` hears of each.
+
+        Raises:
+            ConfigError: it can't work.
+        """
+        try:
+            while True:
+                told(self.round())
+                self._stop.sleep(pace.pause_s(self._failures))
+        except StoppedError:
+            return

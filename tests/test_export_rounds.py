@@ -1,0 +1,207 @@
+"""Export every so often: several leaders, failures, and refs that others move meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvsnap.errors import ConfigError, StorageError
+from kvsnap.export_rounds import ExportRound, ExportRounds
+from kvsnap.namespace import Namespace
+from kvsnap.refs import roll_back
+from kvsnap.repository import Repository
+from kvsnap.rounds import Pace, Stop
+from kvsnap.snapshot_export import ExportReport, export_snapshot
+from kvsnap.storage import LocalStorage, MemoryStorage, Storage
+from kvsnap.storage.stoppable import StoppableStorage
+from tests.disk_fakes import make_namespace
+from tests.repository_fakes import StoppingStorage, check_whole, names_in
+from tests.snapshot_fakes import chain, filled_cache, prompt, store
+
+
+@pytest.fixture
+def ns() -> Namespace:
+    return make_namespace()
+
+
+@pytest.fixture
+def storage() -> MemoryStorage:
+    return MemoryStorage()
+
+
+def leader(
+    cache: Path, storage: Storage, *, stop: Stop | None = None, clock: Callable[[], float] | None = None
+) -> ExportRounds:
+    def export(moves_if_unchanged: bool) -> ExportReport:
+        return export_snapshot(cache, storage, tag="latest", moves_if_unchanged=moves_if_unchanged)
+
+    stop = stop or Stop()
+    return ExportRounds(export, stop=stop) if clock is None else ExportRounds(export, stop=stop, clock=clock)
+
+
+def latest(storage: Storage) -> str:
+    return Repository(storage).ref("latest").snapshot
+
+
+def test_a_round_publishes_what_is_new(tmp_path: Path, ns: Namespace, storage: MemoryStorage) -> None:
+    filled_cache(tmp_path)
+    rounds = leader(tmp_path, storage)
+
+    first, same = rounds.round(), rounds.round()
+    store(tmp_path, ns, chain(ns, prompt(7, 128)))
+    more = rounds.round()
+
+    assert [found.outcome for found in (first, same, more)] == ["exported", "unchanged", "exported"]
+    assert more.report is not None
+    assert latest(storage) == more.report.snapshot
+    assert len(check_whole(storage)) == 2
+
+
+def test_a_roll_back_stands_until_there_is_something_new(tmp_path: Path, ns: Namespace, storage: MemoryStorage) -> None:
+    filled_cache(tmp_path)
+    rounds = leader(tmp_path, storage)
+    first = rounds.round().report
+    store(tmp_path, ns, chain(ns, prompt(7, 128)))
+    rounds.round()
+    roll_back(storage, "latest")
+
+    assert rounds.round().outcome == "unchanged"
+    assert first is not None
+    assert latest(storage) == first.snapshot
+    store(tmp_path, ns, chain(ns, prompt(8, 128)))
+    found = rounds.round().report
+    assert found is not None
+    assert latest(storage) == found.snapshot
+
+
+def test_leaders_do_not_undo_each_other(tmp_path: Path, ns: Namespace, storage: MemoryStorage) -> None:
+    """Two hosts with other content: without anything new the ref rests."""
+    for name in "ab":
+        filled_cache(tmp_path / name)
+        store(tmp_path / name, ns, chain(ns, prompt(ord(name), 128)))
+    a, b = (leader(tmp_path / name, storage) for name in "ab")
+    a.round()
+    theirs = b.round().report
+
+    for _ in range(3):
+        assert [a.round().outcome, b.round().outcome] == ["unchanged", "unchanged"]
+
+    assert theirs is not None
+    assert latest(storage) == theirs.snapshot
+    assert len(Repository(storage).ref("latest").history) == 1
+
+
+def test_leaders_at_the_same_time(tmp_path: Path, ns: Namespace) -> None:
+    """Invariant 3: whoever wins, the ref names a whole snapshot, and its history all the others."""
+    storage = LocalStorage(tmp_path / "repo")
+    caches = [tmp_path / f"cache-{i}" for i in range(4)]
+    for i, cache in enumerate(caches):
+        filled_cache(cache)
+        store(cache, ns, chain(ns, prompt(20 + i, 128)))
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda rounds: rounds.round(), [leader(cache, storage) for cache in caches]))
+
+    assert {item.outcome for item in found} == {"exported"}
+    snapshots = {item.report.snapshot for item in found if item.report is not None}
+    ref = Repository(storage).ref("latest")
+    assert {ref.snapshot, *(state.snapshot for state in ref.history)} == snapshots == check_whole(storage)
+
+
+def test_a_failure_is_said_and_the_next_round_goes_on(tmp_path: Path, storage: MemoryStorage) -> None:
+    """D14: with the age of the last success."""
+    filled_cache(tmp_path)
+    failing = StoppingStorage(storage)
+    rounds = leader(tmp_path, failing, clock=lambda: 1234.5)
+    rounds.round()
+
+    def before(operation: str, name: str) -> None:
+        raise StorageError("403 Forbidden")
+
+    failing.before = before
+    bad = [rounds.round(), rounds.round()]
+    failing.before = lambda operation, name: None
+    good = rounds.round()
+
+    assert [(found.outcome, found.failures, found.last_successful_export) for found in bad] == [
+        ("failed", 1, 1234.5),
+        ("failed", 2, 1234.5),
+    ]
+    assert "403" in (bad[0].error or "")
+    assert (good.outcome, good.failures) == ("unchanged", 0)
+
+
+def test_a_snapshot_that_missed_its_ref_gets_it_in_the_next_round(tmp_path: Path, storage: MemoryStorage) -> None:
+    """Published, but the store went down before the ref moved."""
+    filled_cache(tmp_path)
+    failing = StoppingStorage(storage)
+
+    def before(operation: str, name: str) -> None:
+        if name.startswith("refs/") and operation == "put_if_match":
+            raise StorageError("down")
+
+    failing.before = before
+    rounds = leader(tmp_path, failing)
+    assert rounds.round().outcome == "failed"
+    failing.before = lambda operation, name: None
+
+    found = rounds.round()
+
+    assert found.outcome == "unchanged"
+    assert found.report is not None
+    assert latest(storage) == found.report.snapshot
+
+
+def test_an_empty_directory_is_a_failure_until_there_is_something(tmp_path: Path, storage: MemoryStorage) -> None:
+    rounds = leader(tmp_path / "cache", storage)
+    assert rounds.round().outcome == "failed"
+
+    filled_cache(tmp_path / "cache")
+
+    assert rounds.round().outcome == "exported"
+
+
+def test_a_wrong_configuration_ends_it(tmp_path: Path, storage: MemoryStorage) -> None:
+    filled_cache(tmp_path)
+    rounds = ExportRounds(lambda moves: export_snapshot(tmp_path, storage, tag="a b"), stop=Stop())
+
+    with pytest.raises(ConfigError):
+        rounds.run(Pace(0.001), lambda found: None)
+
+
+def test_a_stop_in_the_middle_leaves_the_ref(tmp_path: Path, ns: Namespace, storage: MemoryStorage) -> None:
+    """D22: the earlier snapshot is whole, the lease is given back, and the next export does the rest."""
+    filled_cache(tmp_path)
+    leader(tmp_path, storage).round()
+    before, objects = latest(storage), set(names_in(storage, "shards/"))
+    store(tmp_path, ns, chain(ns, prompt(7, 128)))
+    stop = Stop()
+    stopping = StoppingStorage(storage)
+    stopping.before = lambda operation, name: stop.set() if operation in ("put_stream", "put_known") else None
+    told: list[ExportRound] = []
+
+    leader(tmp_path, StoppableStorage(stopping, stop), stop=stop).run(Pace(3600.0), told.append)
+
+    assert told == []
+    assert (latest(storage), set(names_in(storage, "shards/"))) == (before, objects)
+    assert check_whole(storage) == {before}
+    assert leader(tmp_path, storage).round().outcome == "exported"
+
+
+def test_rounds_go_on_until_a_stop(tmp_path: Path, storage: MemoryStorage) -> None:
+    filled_cache(tmp_path)
+    stop = Stop()
+    told: list[ExportRound] = []
+
+    def hear(found: ExportRound) -> None:
+        told.append(found)
+        if len(told) == 3:
+            stop.set()
+
+    leader(tmp_path, storage, stop=stop).run(Pace(0.001), partial(hear))
+
+    assert [found.outcome for found in told] == ["exported", "unchanged", "unchanged"]
