@@ -19,7 +19,7 @@ import blake3
 import safetensors
 import xxhash
 
-HEX64, HEX32, HEX16 = (re.compile(f"[0-9a-f]{{{n}}}") for n in (64, 32, 16))
+HEX128, HEX64, HEX32, HEX16 = (re.compile(f"[0-9a-f]{{{n}}}") for n in (128, 64, 32, 16))
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 SCOPE = re.compile(
     r"|(lora:[0-9a-f]+|mm|salted)|(lora:[0-9a-f]+,mm|lora:[0-9a-f]+,salted|mm,salted)|lora:[0-9a-f]+,mm,salted"
@@ -300,7 +300,7 @@ def read_cache(cache_dir: Path, prompts: Sequence[Prompt]) -> Found:
             marker = exactly(load(path.read_bytes()), "marker", "cap_bytes", "format", "kind")
             need(marker["format"] == 1 and marker["kind"] == "cache", "marker")
             need(marker["cap_bytes"] is None or is_int(marker["cap_bytes"]), "cap")
-        elif path.name in ("lock", "evictor"):
+        elif path.name in ("lock", "evictor", "importer"):
             need(path.read_bytes() == b"", path.name)
         elif path.is_dir():
             read_namespace_dir(path, prompts, found)
@@ -380,6 +380,9 @@ def read_repository(root: Path, prompts: Sequence[Prompt]) -> Found:
         digest = re.fullmatch(r"(?:shards/../|catalogs/|manifests/)([0-9a-f]{64})\.(safetensors|parquet|json)", name)
         if digest is not None:
             need(sha256(data).hexdigest() == digest[1], f"digest of {name}")
+        elif name.endswith(".sig"):
+            read_signatures(name, load(data), objects)
+            used.add(name)
         elif name == ".kvsnap-lock":
             need(data == b"", name)
             used.add(name)
@@ -394,7 +397,7 @@ def read_repository(root: Path, prompts: Sequence[Prompt]) -> Found:
         else:
             raise FormatError(f"object {name}")
     for name, data in objects.items():
-        if name.startswith("manifests/"):
+        if name.startswith("manifests/") and name.endswith(".json"):
             used |= {name, *read_manifest(load(data), objects, prompts, found)}
     need(used == objects.keys(), f"objects that nothing names: {objects.keys() - used}")
     return found
@@ -412,6 +415,16 @@ def read_ref(name: str, obj: Any, objects: dict[str, bytes]) -> None:
         need(DIGEST.fullmatch(state["snapshot"]) and TIME.fullmatch(state["updated"]), "history")
     latest = obj["history"][0]["snapshot"] if obj["history"] else None
     need(latest == obj["previous"] and len(obj["history"]) <= 100, "history")
+
+
+def read_signatures(name: str, obj: Any, objects: dict[str, bytes]) -> None:
+    exactly(obj, "signatures", "signatures")
+    found = re.fullmatch(r"(manifests/[0-9a-f]{64})\.sig", name)
+    need(found and f"{found[1]}.json" in objects, f"name of {name}")
+    rows = [exactly(row, "signature", "algorithm", "key", "signature") for row in obj["signatures"]]
+    need(0 < len(rows) <= 64 and all(row["algorithm"] == "ed25519" for row in rows), "signatures")
+    need([row["key"] for row in rows] == sorted({row["key"] for row in rows}), "order of signatures")
+    need(all(HEX64.fullmatch(row["key"]) and HEX128.fullmatch(row["signature"]) for row in rows), "signature")
 
 
 def read_lease(name: str, obj: Any) -> None:

@@ -177,12 +177,10 @@ class TestSnapshot:
         [{"sample": 0.0}, {"sample": 1.5}, {"sample": 0.5, "quick": True}, {"quick": True, "read_data": True}],
     )
     def test_wrong_arguments(self, repo: Path, cache: Path, arguments: dict[str, Any]) -> None:
-        for act in (
-            lambda: verify_snapshot(str(repo), "prod", **arguments),
-            lambda: verify_cache_dir(cache, **arguments),
-        ):
-            with pytest.raises(ConfigError):
-                act()
+        with pytest.raises(ConfigError):
+            verify_snapshot(str(repo), "prod", **arguments)
+        with pytest.raises(ConfigError):
+            verify_cache_dir(cache, **arguments)
 
     def test_chunks_that_the_snapshot_does_not_name_are_read_with_all_data_only(
         self, cache: Path, ns: Namespace, tmp_path: Path
