@@ -19,6 +19,7 @@ from kvsnap.keys import ChunkKey, KeyChain, root_key, scope_name
 from kvsnap.match import Match, Promise
 from kvsnap_connector.metadata import CopyOp, StepPlan, WorkerReport
 from kvsnap_connector.requests import RequestState, RequestView
+from kvsnap_connector.stores import StorePlanner
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Planner:
         self._acked = 0
         self._loads: list[CopyOp] = []
         self._async_loads: dict[str, list[CopyOp]] = {}
-        self._fresh_blocks: set[int] | None = None
+        self._stores = StorePlanner(cache, self._extend)
         self._next_probe = 0.0
         self._steps: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS)
         self._last_step_end = 0.0
@@ -167,9 +168,9 @@ class Planner:
             if state is None:
                 continue
             try:
-                self._note_blocks(state, num_computed, num_scheduled, table)
+                self._stores.note_blocks(state, num_computed, num_scheduled, table)
                 if state.may_store and state.epoch == self.cache.dram.epoch and self.off_reason is None:
-                    self._plan_stores(plan, state, num_computed, num_scheduled, table)
+                    self._stores.plan(plan.stores, state, num_computed, num_scheduled, table)
             except Exception as error:
                 # The plan goes out all the same: it has copies that slots and requests wait for.
                 state.may_store = False
@@ -203,7 +204,7 @@ class Planner:
             self._release(state)
             self._stop_waiting(state)
         dropped = self.cache.reset()
-        self._fresh_blocks = set()
+        self._stores.forget_blocks()
         log.info("kvsnap: reset: %d chunks in DRAM made unreachable", dropped)
         return True
 
@@ -406,103 +407,6 @@ class Planner:
         for tier, tokens in state.sources.items():
             self.cache.counts[f"hit_tokens_{tier}"] += tokens
         state.loaded = (promise.start_tokens, promise.start_tokens + num_tokens)
-        if self._fresh_blocks is not None:
-            for op in ops:
-                self._fresh_blocks.update(op.block_ids)
+        for op in ops:
+            self._stores.note_loaded(op.block_ids)
         return ops
-
-    # -- inside: stores --------------------------------------------------------------
-
-    def _plan_stores(
-        self,
-        plan: StepPlan,
-        state: RequestState,
-        num_computed: int,
-        num_scheduled: int,
-        table: Callable[[], Sequence[int]],
-    ) -> None:
-        view = state.view
-        # Tokens whose KV exists after this step and whose ids are confirmed: right for chunked
-        # prefill, asynchronous scheduling and speculative decoding alike.
-        valid_end = min(num_computed + num_scheduled, view.num_tokens)
-        ends_prompt = num_computed < view.num_prompt_tokens <= num_computed + num_scheduled
-        if (state.next_chunk + 1) * self._chunk_tokens > valid_end and not ends_prompt:
-            return
-        self._extend(state)
-        blocks = table()
-        while state.may_store and (state.next_chunk + 1) * self._chunk_tokens <= valid_end:
-            i = state.next_chunk
-            start = i * self._chunk_tokens
-            self._store(plan, state, i, state.chain.keys[i], start + self._chunk_tokens, blocks)
-            state.next_chunk += 1
-        if ends_prompt and state.may_store:
-            self._store_short(plan, state, blocks)
-
-    def _store_short(self, plan: StepPlan, state: RequestState, blocks: Sequence[int]) -> None:
-        """Store the whole blocks after the prompt's last full chunk."""
-        i, rest = divmod(state.view.num_prompt_tokens, self._chunk_tokens)
-        tokens = rest // self._block_tokens * self._block_tokens
-        if tokens == 0 or i != state.next_chunk:
-            return
-        start = i * self._chunk_tokens
-        if self.cache.is_covered(state.chain.tail_block_keys(i, start + tokens)):
-            return
-        self._store(plan, state, i, state.chain.short_key(i, tokens), start + tokens, blocks, is_last=True)
-
-    def _store(
-        self,
-        plan: StepPlan,
-        state: RequestState,
-        i: int,
-        key: ChunkKey,
-        end: int,
-        blocks: Sequence[int],
-        *,
-        is_last: bool = False,
-    ) -> None:
-        start = i * self._chunk_tokens
-        present = self.cache.in_dram(key)
-        if present is not None:
-            is_own = state.is_resumed or (state.loaded[0] < end and start < state.loaded[1])
-            if not is_own:
-                self.cache.touch([present], hit=True)
-            return
-        ids = list(blocks[start // self._block_tokens : end // self._block_tokens])
-        if not self._are_storable(ids, (end - start) // self._block_tokens):
-            state.may_store = False
-            return
-        place = self.cache.begin_store(
-            key,
-            state.chain.parent_of(i),
-            depth=i,
-            tokens=end - start,
-            scope=state.scope,
-            block_keys=state.chain.tail_block_keys(i, end),
-        )
-        if place is None:
-            state.may_store = is_last  # what comes after would have no parent
-            return
-        plan.stores.append(
-            CopyOp(slot=place[0], generation=place[1], first_block=0, block_ids=ids, request_id=state.view.request_id)
-        )
-
-    def _are_storable(self, ids: Sequence[int], count: int) -> bool:
-        """Real blocks, all of them, and (after a reset) all computed since."""
-        if len(ids) != count or 0 in ids:  # block 0 is vLLM's null block
-            return False
-        return self._fresh_blocks is None or self._fresh_blocks.issuperset(ids)
-
-    def _note_blocks(
-        self, state: RequestState, num_computed: int, num_scheduled: int, table: Callable[[], Sequence[int]]
-    ) -> None:
-        """After a reset: remember which blocks were computed since."""
-        if self._fresh_blocks is None:
-            return
-        size = self._block_tokens
-        if num_computed % size and num_computed // size == (num_computed + num_scheduled - 1) // size:
-            return  # goes on in a block that an earlier step noted
-        ids = table()[num_computed // size : -(-(num_computed + num_scheduled) // size)]
-        if state.epoch == self.cache.dram.epoch:
-            self._fresh_blocks.update(ids)
-        else:
-            self._fresh_blocks.difference_update(ids)
