@@ -120,7 +120,3 @@ class RemoteSnapshot:
             view[:] = buffer[at : at + view.nbytes]
             at += view.nbytes
         return True
-
-    def close(self) -> None:
-        """Let the storage go."""
-        self._storage.close()

@@ -200,7 +200,7 @@ class SchedulerHalf:
             if self.cache.disk is not None:
                 self._import(url, self.cache.disk)
                 self._preload()
-                self.cache.remote = None
+                self.cache.remote = None  # not closed: a fetch may be under way; it goes with the last one
         except Exception as error:  # what is there is a valid part; the rest is still fetched chunk by chunk
             self._log.warning("kvsnap: the import of %s stopped: %s; chunks are fetched one by one", url, error)
 
