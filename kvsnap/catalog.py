@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from kvsnap.errors import CorruptChunkError
 from kvsnap.keys import ChunkKey
-from kvsnap.manifest import MAX_ROWS, MAX_SHARD_BYTES
+from kvsnap.manifest import MAX_SHARD_BYTES
+from kvsnap.parquet_pages import unpacked_bytes
 
 I64 = NDArray[np.int64]
 Bytes2 = NDArray[np.uint8]
@@ -50,8 +51,9 @@ COLUMNS = (
 )  # fmt: skip
 """Names of the columns, in their order in the file."""
 
-MAX_UNPACKED_BYTES = MAX_ROWS * 256
-"""A catalog that says it unpacks to more is not unpacked."""
+MAX_ROW_BYTES = 256
+MAX_SLACK_BYTES = 16 << 20
+"""A catalog that unpacks to more than this, and `MAX_ROW_BYTES` for each row, is not unpacked."""
 MAX_SCOPES = 100_000
 _ROW_GROUP = 131_072
 
@@ -157,19 +159,16 @@ def _read_table(data: bytes, num_rows: int, what: str) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(pa.BufferReader(data))
+    # The dictionary stays one: expanded, a long scope in each of a million rows would fill the memory.
+    file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=["scope"])
     if tuple(file.schema_arrow.names) != COLUMNS:
         raise CorruptChunkError(f"{what} has columns {file.schema_arrow.names}, expected {list(COLUMNS)}")
     meta = file.metadata
     if meta.num_rows != num_rows:
         raise CorruptChunkError(f"{what} has {meta.num_rows} rows, its manifest says {num_rows}")
-    unpacked = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-    if unpacked > MAX_UNPACKED_BYTES:
-        raise CorruptChunkError(f"{what} unpacks to {unpacked} bytes, at most {MAX_UNPACKED_BYTES} are read")
-    for i in range(meta.num_row_groups):
-        group = meta.row_group(i)
-        if group.num_rows > MAX_ROWS:
-            raise CorruptChunkError(f"{what} has a row group of {group.num_rows} rows")
+    most = num_rows * MAX_ROW_BYTES + MAX_SLACK_BYTES
+    if (unpacked := unpacked_bytes(data, meta)) > most:
+        raise CorruptChunkError(f"{what} unpacks to {unpacked} bytes, at most {most} are expected of {num_rows} rows")
     return file.read()
 
 
