@@ -9,7 +9,7 @@ be *reported*, or a request would read what lies in them. `_Admitted` keeps that
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvsnap.errors import ConfigError
 from kvsnap_connector import rendezvous
-from kvsnap_connector.compat import Unsupported, block_tokens_of
+from kvsnap_connector.compat import Unsupported, block_tokens_of, wanted_layout
 from kvsnap_connector.guard import Guard, is_strict
-from kvsnap_connector.live_request import LiveRequest
+from kvsnap_connector.live_request import LiveRequest, scheduled_of
 from kvsnap_connector.metadata import StepPlan
 from kvsnap_connector.scheduler import SchedulerHalf
-from kvsnap_connector.startup import adopt_vllm_logging, attach_worker, open_scheduler_half, register_rank
+from kvsnap_connector.startup import adopt_vllm_logging, open_scheduler_half, register_rank, wake_worker
 from kvsnap_connector.stats import KVSnapPromMetrics, KVSnapStats
 from kvsnap_connector.wire import KVSnapHandshake, KVSnapMetadata, KVSnapWorkerMetadata
 from kvsnap_connector.worker import WorkerHalf
@@ -72,6 +72,7 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._register: Callable[[], WorkerHalf] | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
         self._requests: dict[str, LiveRequest] = {}
         self._local_tokens: dict[str, int] = {}
         self._is_async: dict[str, bool] = {}
@@ -112,16 +113,32 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- worker ----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take byte views of the pages, and leave their geometry for the scheduler half."""
+        """Find the pages, and leave their geometry for the scheduler half."""
         try:
-            geometry, copier = register_rank(self._vllm_config, self._kv_cache_config, kv_caches, self._engine_id)
+            self._register = register_rank(self._vllm_config, self._kv_cache_config, kv_caches, self._engine_id)
+            self._kv_caches = kv_caches
         except Unsupported as error:
             self._guard.off_reason = str(error)  # the scheduler half says it, once for all ranks
-            return
         except Exception as error:
             self._turn_off_at_start(error)
-            return
-        self._register = lambda: attach_worker(geometry, copier, self._engine_id)
+
+    def unregister_kv_caches(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM 0.33, before sleep: nothing may touch the blocks until `restore_kv_caches`."""
+        half = self._worker
+        try:
+            if half is not None:
+                half.pause()  # also when turned off: copies may be under way
+        except Exception as error:
+            self._guard.failed("unregister_kv_caches", error)
+
+    def restore_kv_caches(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM 0.33, after sleep: the blocks are back, at the same addresses unless it hands over others."""
+        half = self._worker
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, dict) and value), None)
+        caches = self._kv_caches if given is None else given
+        if half is not None:
+            config, cache_config = self._vllm_config, self._kv_cache_config
+            self._guard.call("restore_kv_caches", lambda: wake_worker(half, config, cache_config, caches), None)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Map the tier; answers in every case, because silence looks like a rank that is missing."""
@@ -142,11 +159,11 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVSnapHandshake(rank=rank, reason=reason)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Copy promised chunks into their blocks; done when it returns."""
+        """Copy promised chunks into their blocks: done when it returns, or on a GPU ordered by streams and reported."""
         self._step("start_load_kv", lambda half, plan: half.load(plan))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads end before the forward pass."""
+        """Nothing to wait for: loads end before the forward pass, or before their request is scheduled."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -154,7 +171,7 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing per layer: stores copy whole pages after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Copy completed chunks out of their blocks; done when it returns, so no block is held."""
+        """Copy completed chunks out of their blocks, which may be written again as soon as it returns."""
         self._step("wait_for_save", lambda half, plan: half.store(plan))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -299,7 +316,7 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         def make_plan() -> StepPlan | None:
             if scheduler_output.preempted_req_ids:
                 half.preempted(scheduler_output.preempted_req_ids)
-            return half.plan_step(list(_scheduled(scheduler_output)))
+            return half.plan_step(list(scheduled_of(scheduler_output)))
 
         plan = self._guard.call("build_connector_meta", make_plan, None)
         meta = KVSnapMetadata(
@@ -343,9 +360,7 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         Where weights can change in place, what is stored may be another model's from here on.
         """
         half = self._scheduler
-        if half is None:
-            return True
-        if self._guard.is_off:
+        if half is None or self._guard.is_off:
             return True
         try:
             if not half.reset():
@@ -396,6 +411,27 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             half.close() if isinstance(half, WorkerHalf) else half.shutdown()
         except Exception as error:
             log.error("kvsnap: shutdown failed", exc_info=error)
+
+    @classmethod
+    def supports_sleep_mode(cls, *args: Any, **kwargs: Any) -> bool:
+        """vLLM 0.33 asks: yes, see `unregister_kv_caches`."""
+        return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The physical order of the KV cache to ask for; see `compat.wanted_layout`."""
+        try:
+            return wanted_layout(vllm_config, is_head_major=_is_head_major())
+        except Exception as error:
+            if is_strict():
+                raise
+            log.warning("kvsnap: no wish for a KV cache layout: %s", error)
+            return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: nothing is done in layer hooks, so full CUDA graphs are fine."""
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -454,20 +490,9 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._admitted.clear()
 
 
-def _scheduled(output: SchedulerOutput) -> Iterable[tuple[str, int, int, Callable[[], Sequence[int]]]]:
-    """(request, tokens computed before this step, tokens of this step, its block table on demand)."""
-    state = output.kv_connector_block_state
+def _is_head_major() -> bool:
+    """Whether the GPU's kernels want heads outside tokens in a page: FlashInfer's on Blackwell."""
+    from vllm.platforms import current_platform
 
-    def table_of(request_id: str) -> Callable[[], Sequence[int]]:
-        def table() -> Sequence[int]:
-            found = None if state is None else state.get_block_ids(request_id)
-            return [] if found is None else found[0]
-
-        return table
-
-    counts = output.num_scheduled_tokens
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens, counts[new.req_id], table_of(new.req_id)
-    cached = output.scheduled_cached_reqs
-    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, computed, counts[request_id], table_of(request_id)
+    capability = current_platform.get_device_capability()
+    return capability is not None and capability.major == 10

@@ -114,6 +114,11 @@ class StreamCopier:
         for stream in (*(lane.stream for lane in lanes), self._store_stream, self._slow_store_stream):
             stream.record().wait()
 
+    def free(self) -> None:
+        """Give the staging memory back, and use the copier no more."""
+        self._lanes, self._free = [], []
+        del self._slow_lane, self._device
+
     def enter_thread(self) -> None:
         """Make the device the calling thread's."""
         self._device.enter_thread()

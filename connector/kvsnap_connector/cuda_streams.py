@@ -198,10 +198,11 @@ def numa_node_of(device_index: int, root: Path = Path("/")) -> int | None:
     import torch
 
     properties = torch.cuda.get_device_properties(device_index)
-    numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if any(number is None for number in numbers):
+    numbers = [int(getattr(properties, name, -1)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if min(numbers) < 0:
         return None
-    return numa_node_of_pci("{:04x}:{:02x}:{:02x}.0".format(*numbers), root)
+    domain, bus, device = numbers
+    return numa_node_of_pci(f"{domain:04x}:{bus:02x}:{device:02x}.0", root)
 
 
 def numa_node_of_pci(address: str, root: Path = Path("/")) -> int | None:

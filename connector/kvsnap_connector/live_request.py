@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 _ARRAY_U32 = next(code for code in "IL" if array(code).itemsize == 4)
@@ -78,3 +78,22 @@ class LiveRequest:
             return 'malformed kv_transfer_params, expected {"kvsnap": {"store": true or false}}'
         self.wants_store = own.get("store", True)
         return None
+
+
+def scheduled_of(output: Any) -> Iterable[tuple[str, int, int, Callable[[], Sequence[int]]]]:
+    """(request, tokens computed before this step, tokens of this step, its block table on demand)."""
+    state = output.kv_connector_block_state
+
+    def table_of(request_id: str) -> Callable[[], Sequence[int]]:
+        def table() -> Sequence[int]:
+            found = None if state is None else state.get_block_ids(request_id)
+            return [] if found is None else found[0]
+
+        return table
+
+    counts = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens, counts[new.req_id], table_of(new.req_id)
+    cached = output.scheduled_cached_reqs
+    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, computed, counts[request_id], table_of(request_id)

@@ -11,11 +11,11 @@ import importlib.metadata
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsnap.config import Config
+from kvsnap.config import Config, available_memory
 from kvsnap.layout import Geometry, Layout
 from kvsnap.namespace import Namespace
 from kvsnap.tiers.dram import DramRegion
@@ -24,13 +24,19 @@ from kvsnap_connector import rendezvous
 from kvsnap_connector.compat import (
     Unsupported,
     block_tokens_of,
-    describe_rank,
+    device_type,
     kv_scales_of,
     layout_of,
+    locate_rank,
     unsupported_reason,
 )
 from kvsnap_connector.copier import CpuCopier
+from kvsnap_connector.cuda_copier import StreamCopier, open_copier
+from kvsnap_connector.cuda_streams import CudaDevice, Device, numa_node_of
+from kvsnap_connector.cuda_worker import CudaWorkerHalf
 from kvsnap_connector.identity import model_identity
+from kvsnap_connector.pages import PagePlaces, byte_views
+from kvsnap_connector.pinning import CudaPinner, Pinned, pin_region
 from kvsnap_connector.rendezvous import Declined, RankGeometry
 from kvsnap_connector.scheduler import SchedulerHalf
 from kvsnap_connector.worker import WorkerHalf
@@ -41,6 +47,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
+_MOST_STAGING_BYTES = 1 << 30
+_PINNED_SHARE = 0.75
+"""Of this server's memory, all its ranks together."""
 
 
 def adopt_vllm_logging() -> None:
@@ -118,8 +127,11 @@ def _open(
 
 def register_rank(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], engine_id: str
-) -> tuple[RankGeometry, CpuCopier]:
+) -> Callable[[], WorkerHalf]:
     """Look at this rank's pages and leave their geometry.
+
+    Returns:
+        What maps the tier, once the scheduler half has opened it: see `attach_worker`.
 
     Raises:
         Unsupported: kvsnap can't copy them correctly.
@@ -128,17 +140,18 @@ def register_rank(
     try:
         if reason := unsupported_reason(vllm_config, kv_cache_config):
             raise Unsupported(reason)
-        geometry, pages = describe_rank(vllm_config, kv_cache_config, kv_caches)
-        copier = CpuCopier(pages)
+        geometry, places = locate_rank(vllm_config, kv_cache_config, kv_caches)
+        cache = kv_caches[geometry.layers[0]]
+        make = _cpu_half(cache, places) if device_type(vllm_config) == "cpu" else _cuda_half(vllm_config, cache, places)
     except Exception as error:
         rendezvous.write_rank(engine_id, rank, Declined(reason=str(error) or type(error).__name__))
         raise
     rendezvous.sweep()
     rendezvous.write_rank(engine_id, rank, geometry)
-    return geometry, copier
+    return lambda: attach_worker(geometry, make, engine_id)
 
 
-def attach_worker(geometry: RankGeometry, copier: CpuCopier, engine_id: str) -> WorkerHalf:
+def attach_worker(geometry: RankGeometry, make: MakeHalf, engine_id: str) -> WorkerHalf:
     """Map the tier that the scheduler half opened, and start to fault it in.
 
     Raises:
@@ -153,19 +166,114 @@ def attach_worker(geometry: RankGeometry, copier: CpuCopier, engine_id: str) -> 
     sizes = Geometry(namespace.layout, namespace.chunk_tokens)
     _check_same(namespace.layout, geometry, slice_index)
     region = DramRegion.attach(tier["path"], tier["nonce"], rank=geometry.rank, slice_index=slice_index)
+    is_writer = namespace.layout.slices[slice_index].ranks[0] == geometry.rank
     try:
-        half = WorkerHalf(
-            geometry.rank,
-            copier,
-            region,
-            blocks_per_chunk=sizes.blocks_per_chunk,
-            is_writer=namespace.layout.slices[slice_index].ranks[0] == geometry.rank,
-        )
+        half = make(geometry, region, sizes, is_writer)
         half.start_prefault()
     except BaseException:
         region.close()
         raise
     return half
+
+
+MakeHalf = Callable[[RankGeometry, DramRegion, Geometry, bool], WorkerHalf]
+"""Makes a worker half from what is known when the tier is mapped; last: whether the rank writes its slice."""
+
+
+def _cpu_half(cache: torch.Tensor, places: PagePlaces) -> MakeHalf:
+    copier = CpuCopier(byte_views(cache, places))
+
+    def make(geometry: RankGeometry, region: DramRegion, sizes: Geometry, is_writer: bool) -> WorkerHalf:
+        return WorkerHalf(geometry.rank, copier, region, blocks_per_chunk=sizes.blocks_per_chunk, is_writer=is_writer)
+
+    return make
+
+
+def _cuda_half(vllm_config: Any, cache: torch.Tensor, places: PagePlaces) -> MakeHalf:
+    device = open_device(cache, places)  # declines here, while the scheduler half can still be told
+
+    def make(geometry: RankGeometry, region: DramRegion, sizes: Geometry, is_writer: bool) -> WorkerHalf:
+        copier = _staging(vllm_config, device, geometry, sizes.blocks_per_chunk)
+        pinned, unpin = pin_for(region, cache, geometry.rank, vllm_config.parallel_config.world_size)
+        log.info(
+            "kvsnap: rank %d: blocks are copied by streams, staging for %d stores of %d MiB",
+            geometry.rank,
+            copier.num_pieces,
+            (sizes.blocks_per_chunk * places.block_bytes) >> 20,
+        )
+        try:
+            return CudaWorkerHalf(
+                geometry.rank,
+                copier,
+                region,
+                blocks_per_chunk=sizes.blocks_per_chunk,
+                is_writer=is_writer,
+                num_pinned=pinned.num_slots,
+                may_defer_loads=not getattr(vllm_config.model_config, "enable_sleep_mode", False),
+                on_close=unpin,
+            )
+        except BaseException:
+            unpin()
+            raise
+
+    return make
+
+
+def wake_worker(
+    half: WorkerHalf, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> None:
+    """Give a paused half its blocks back.
+
+    Raises:
+        Unsupported, KvsnapError: they aren't what they were.
+    """
+    if isinstance(half, CudaWorkerHalf):
+        geometry, places = locate_rank(vllm_config, kv_cache_config, kv_caches)
+        device = open_device(kv_caches[geometry.layers[0]], places)
+        half.resume(_staging(vllm_config, device, geometry, half.blocks_per_chunk))
+
+
+def _staging(vllm_config: Any, device: Device, geometry: RankGeometry, blocks_per_chunk: int) -> StreamCopier:
+    tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+    return open_copier(
+        device,
+        piece_bytes=blocks_per_chunk * device.block_bytes,
+        step_bytes=tokens * device.block_bytes // geometry.block_tokens,
+        most_bytes=_MOST_STAGING_BYTES,
+    )
+
+
+def open_device(cache: torch.Tensor, places: PagePlaces) -> Device:
+    """The device that a rank's KV cache is on.
+
+    Raises:
+        Unsupported: its blocks can't be copied.
+    """
+    if cache.device.type != "cuda":
+        raise Unsupported(f"KV caches on {cache.device.type} are not supported")
+    return CudaDevice(cache, places)
+
+
+def pin_for(region: DramRegion, cache: torch.Tensor, rank: int, world_size: int) -> tuple[Pinned, Callable[[], None]]:
+    """Pin a rank's areas within bounds, say how far that went, and give what undoes it."""
+    pinner = CudaPinner()
+    address, nbytes = region.region()
+    pinned = pin_region(
+        pinner,
+        address,
+        slot_bytes=region.stride,
+        num_slots=region.num_slots,
+        node=numa_node_of(cache.device.index or 0),
+        max_bytes=int(available_memory() * _PINNED_SHARE) // world_size,
+    )
+    log.info("kvsnap: %s", pinned.line(rank, nbytes))
+
+    def unpin() -> None:
+        for start in pinned.addresses:
+            if reason := pinner.unpin(start):
+                log.warning("kvsnap: rank %d: can't unpin: %s", rank, reason)
+
+    return pinned, unpin
 
 
 def _check_same(layout: Layout, geometry: RankGeometry, slice_index: int) -> None:

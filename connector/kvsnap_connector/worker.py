@@ -1,7 +1,8 @@
 """The worker half: copies what the scheduler half planned, and reports. It decides nothing.
 
 One per rank, without vLLM and torch. All of it runs in the worker's main thread, around
-the forward pass; the only thread is the one that faults the DRAM tier's pages in.
+the forward pass; the only thread is the one that faults the DRAM tier's pages in. This is
+the half for device memory that is host memory; `cuda_worker.py` has the other one.
 """
 
 from __future__ import annotations
@@ -94,6 +95,14 @@ class WorkerHalf:
         self._stop: list[bool] = []
         self._prefault: threading.Thread | None = None
 
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Device blocks of a full chunk."""
+        return self._blocks_per_chunk
+
+    def pause(self) -> None:
+        """The device's blocks go away (sleep). Where copies end in the hook that begins them, none is under way."""
+
     def load(self, plan: StepPlan) -> None:
         """Do all loads of a plan, before the forward pass reads their blocks."""
         if plan.seq <= self._loaded_seq:
@@ -105,10 +114,10 @@ class WorkerHalf:
         # and the engine waits for the report for ever.
         self._received |= plan.async_loads.keys()
         try:
-            for op in _all_loads(plan):
+            for op in all_loads(plan):
                 moved += self._load(op)
         finally:
-            self._region.finish_loads(plan.seq)
+            self._end_loads(plan.seq)
         if moved:
             self._count(worker_load_bytes=moved, worker_load_seconds=time.perf_counter() - started)
 
@@ -140,13 +149,17 @@ class WorkerHalf:
         if plan.seq > self._loaded_seq:
             self._loaded_seq = plan.seq
             self._received |= plan.async_loads.keys()
-            for op in _all_loads(plan):
+            for op in all_loads(plan):
                 self._fail_load(op)
-            self._region.finish_loads(plan.seq)
+            self._end_loads(plan.seq)
         if plan.seq > self._stored_seq:
             self._stored_seq = plan.seq
             for op in plan.stores:
                 self._fail_store(op)
+
+    def _end_loads(self, seq: int) -> None:
+        """All loads of plan `seq` are over."""
+        self._region.finish_loads(seq)
 
     def take_failed_blocks(self) -> set[int]:
         """Device blocks that hold nothing, since the last call."""
@@ -202,7 +215,7 @@ class WorkerHalf:
 
     def _load(self, op: CopyOp) -> int:
         """Bytes moved; 0 if the load was refused or failed."""
-        if not _succeeds(lambda: self._scatter(op), "load", op):
+        if not succeeds(lambda: self._scatter(op), "load", op):
             return self._fail_load(op)
         self._count(worker_loads=1)
         return len(op.block_ids) * self._copier.block_bytes
@@ -215,7 +228,7 @@ class WorkerHalf:
 
     def _store(self, op: CopyOp) -> int:
         """Bytes moved; 0 if the store was refused or failed, or isn't this rank's."""
-        if not _succeeds(lambda: self._gather(op), "store", op):
+        if not succeeds(lambda: self._gather(op), "store", op):
             return self._fail_store(op)
         self._region.complete(op.slot, op.generation, ok=True)
         if not self._is_writer:
@@ -269,13 +282,14 @@ class WorkerHalf:
             self._stats[name] = self._stats.get(name, 0) + increment
 
 
-def _all_loads(plan: StepPlan) -> Iterable[CopyOp]:
+def all_loads(plan: StepPlan) -> Iterable[CopyOp]:
+    """The loads of a plan, synchronous ones first."""
     yield from plan.loads
     for ops in plan.async_loads.values():
         yield from ops
 
 
-def _succeeds(copy: Callable[[], bool], what: str, op: CopyOp) -> bool:
+def succeeds(copy: Callable[[], bool], what: str, op: CopyOp) -> bool:
     """Whether the copy went through; if it raised that is logged. The caller reports it."""
     try:
         return copy()
