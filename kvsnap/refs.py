@@ -30,7 +30,7 @@ from kvsnap.repository import (
 )
 from kvsnap.storage import Storage
 from kvsnap.storage.base import RefusedError
-from kvsnap.writing import WriteSession
+from kvsnap.writing import WriteSession, under_lease
 
 _TRIES = 20
 
@@ -87,11 +87,11 @@ def move_ref(repository: Repository, name: str, snapshot: Digest, *, expect: Dig
     for _ in range(_TRIES):
         current, version = _read(repository, name)
         previous = None if current is None else current.snapshot
+        if previous == snapshot:
+            return TagReport(ref=name, snapshot=snapshot, previous=previous, is_changed=False)
         if expect is not None and previous != expect:
             found = "nothing" if previous is None else previous[:12]
             raise RefMovedError(f"ref {name} names {found}, expected {expect[:12]}; look again and repeat")
-        if previous == snapshot:
-            return TagReport(ref=name, snapshot=snapshot, previous=previous, is_changed=False)
         history: list[RefChange] = []
         if current is not None:
             history = [RefChange(snapshot=current.snapshot, updated=current.updated), *current.history]
@@ -107,6 +107,21 @@ def move_ref(repository: Repository, name: str, snapshot: Digest, *, expect: Dig
     raise RefMovedError(f"ref {name} in {repository.url} moved {_TRIES} times meanwhile; try again")
 
 
+def publish_ref(
+    repository: Repository, session: WriteSession, name: str, snapshot: Digest, *, expect: Digest | None = None
+) -> TagReport:
+    """`move_ref` to a snapshot that is kept by the session.
+
+    Raises:
+        LeaseLostError: the lease ran out; the ref may have moved, and the snapshot may be gone: start over.
+        RefMovedError: see `move_ref`.
+    """
+    session.renew()
+    report = move_ref(repository, name, snapshot, expect=expect)
+    session.check()
+    return report
+
+
 def tag_snapshot(
     url: str | Storage, ref: str, name: str, *, expect: str | None = None, single_writer: bool = False
 ) -> TagReport:
@@ -119,12 +134,9 @@ def tag_snapshot(
     """
     ref_name(name)
     repository = Repository.open(url, operation="write", single_writer=single_writer)
-    with WriteSession(repository, "tag") as session:
-        snapshot = repository.resolve(ref)
-        expected = None if expect is None else repository.resolve(expect)
-        keep_snapshot(repository, session, snapshot, repository.manifest(snapshot))
-        session.renew()
-        return move_ref(repository, name, snapshot, expect=expected)
+    snapshot = repository.resolve(ref)
+    expected = None if expect is None else repository.resolve(expect)
+    return _tag(repository, name, snapshot, expected)
 
 
 def roll_back(url: str | Storage, name: str, *, steps: int = 1, single_writer: bool = False) -> TagReport:
@@ -136,14 +148,10 @@ def roll_back(url: str | Storage, name: str, *, steps: int = 1, single_writer: b
     if steps < 1:
         raise ConfigError(f"a ref is rolled back by 1 or more moves, not {steps}")
     repository = Repository.open(url, operation="write", single_writer=single_writer)
-    with WriteSession(repository, "tag") as session:
-        current = repository.ref(name)
-        if steps > len(current.history):
-            raise NotFoundError(f"ref {name} has {len(current.history)} earlier states, so none {steps} moves ago")
-        snapshot = current.history[steps - 1].snapshot
-        keep_snapshot(repository, session, snapshot, repository.manifest(snapshot))
-        session.renew()
-        return move_ref(repository, name, snapshot, expect=current.snapshot)
+    current = repository.ref(name)
+    if steps > len(current.history):
+        raise NotFoundError(f"ref {name} has {len(current.history)} earlier states, so none {steps} moves ago")
+    return _tag(repository, name, current.history[steps - 1].snapshot, current.snapshot)
 
 
 def ref_history(url: str | Storage, name: str) -> list[HistoryRow]:
@@ -211,6 +219,14 @@ def keep_snapshot(repository: Repository, session: WriteSession, snapshot: Diges
             raise CorruptChunkError(
                 f"snapshot {snapshot[:12]} can't be used any more: a prune has deleted {name}; export it again"
             ) from None
+
+
+def _tag(repository: Repository, name: str, snapshot: Digest, expect: Digest | None) -> TagReport:
+    def act(session: WriteSession) -> TagReport:
+        keep_snapshot(repository, session, snapshot, repository.manifest(snapshot))
+        return publish_ref(repository, session, name, snapshot, expect=expect)
+
+    return under_lease(repository, "tag", act)
 
 
 def _read(repository: Repository, name: str) -> tuple[Ref | None, str | None]:

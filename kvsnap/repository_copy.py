@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
 from kvsnap.gc_lists import read_lists, removed_snapshots
 from kvsnap.manifest import MAX_MANIFEST_BYTES, Digest, Manifest, ShardRecord, decode_manifest
-from kvsnap.refs import move_ref
+from kvsnap.refs import publish_ref
 from kvsnap.repository import Repository, manifest_name, ref_name, shard_name
 from kvsnap.runtime import widen_affinity
 from kvsnap.signing import read_signatures, signature_name, store_signature
@@ -138,7 +138,7 @@ class _Copy:
             self._copy_signatures(session, snapshot)
             publish_snapshot(self._target, session, catalog=catalog, manifest=data)
         for name, snapshot in refs.items():
-            move_ref(self._target, name, snapshot)
+            publish_ref(self._target, session, name, snapshot)
 
     def _copy_shards(self, session: WriteSession, records: Sequence[ShardRecord]) -> None:
         missing = _missing(self._target, records)

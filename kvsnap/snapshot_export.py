@@ -34,7 +34,7 @@ from kvsnap.known import KnownChunks, list_shards
 from kvsnap.local_shards import LocalShard, read_usage, scan_shards
 from kvsnap.manifest import CatalogRecord, Digest, Manifest, ShardRecord, Totals
 from kvsnap.namespace import Namespace
-from kvsnap.refs import move_ref
+from kvsnap.refs import publish_ref
 from kvsnap.repository import Repository, manifest_name, now_text, ref_name, shard_name
 from kvsnap.selection import SELECTS, Select, Selection, select_chunks
 from kvsnap.shard import ChunkEntry
@@ -117,6 +117,7 @@ def export_snapshot(
     flush: bool = True,
     flush_timeout_s: float = FLUSH_TIMEOUT_S,
     single_writer: bool = False,
+    moves_if_unchanged: bool = True,
     signer: SigningKey | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -133,6 +134,7 @@ def export_snapshot(
         select, max_bytes, include_salted: See `select_chunks`.
         flush: Have live engines write what only their DRAM holds first. Without, export what is on disk.
         single_writer: See `Repository.open`.
+        moves_if_unchanged: Whether `tag` is moved, too, to a snapshot that the repository had already.
         signer: Signs the manifest. Then what the repository has is relied on only where this key, or one of the
             trusted keys of this user (`kvsnap.trust`), has signed it; anything else is read here and hashed.
 
@@ -166,6 +168,7 @@ def export_snapshot(
             max_bytes=max_bytes,
             include_salted=include_salted,
             flushed=flushed,
+            moves_if_unchanged=moves_if_unchanged,
             signer=signer,
             progress=progress,
         ),
@@ -183,6 +186,7 @@ def _export(
     max_bytes: int | None,
     include_salted: bool,
     flushed: Mapping[str, Mapping[str, Any]],
+    moves_if_unchanged: bool,
     signer: SigningKey | None,
     progress: Progress | None,
 ) -> ExportReport:
@@ -221,12 +225,13 @@ def _export(
 
     publisher = _Publisher(repository, ns, selection, uploaded, parent, signer)
     snapshot, is_new = publisher.publish(earlier, session)
-    if tag is not None:
-        move_ref(repository, tag, snapshot)
+    is_tagged = tag is not None and (is_new or moves_if_unchanged)
+    if tag is not None and is_tagged:
+        publish_ref(repository, session, tag, snapshot)
     return ExportReport(
         snapshot=snapshot,
         url=repository.url,
-        tag=tag,
+        tag=tag if is_tagged else None,
         is_new=is_new,
         namespace=ns.id(),
         parent=parent,

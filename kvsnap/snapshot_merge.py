@@ -21,7 +21,7 @@ from kvsnap.identity import differing_fields
 from kvsnap.keys import ChunkKey
 from kvsnap.manifest import CatalogRecord, Digest, Manifest, ShardRecord, Totals
 from kvsnap.plan import choose_shards, heat_order
-from kvsnap.refs import keep_snapshot, move_ref
+from kvsnap.refs import keep_snapshot, publish_ref
 from kvsnap.repository import Repository, manifest_name, now_text, ref_name
 from kvsnap.storage import Storage
 from kvsnap.writing import WriteSession, publish_snapshot, under_lease
@@ -97,8 +97,7 @@ def _merge(repository: Repository, session: WriteSession, refs: Sequence[str], t
         snapshot = publish_snapshot(repository, session, catalog=data, manifest=manifest.encode())
     if tag is not None:
         keep_snapshot(repository, session, snapshot, repository.manifest(snapshot))
-        session.renew()
-        move_ref(repository, tag, snapshot)
+        publish_ref(repository, session, tag, snapshot)
     return MergeReport(
         snapshot=snapshot,
         is_new=is_new,

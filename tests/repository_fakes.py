@@ -59,6 +59,17 @@ class Gate:
             self._reached.set()
             assert self._opened.wait(20)
 
+    def open(self) -> None:
+        """Let the one who stands there, and all later ones, pass."""
+        self._opened.set()
+
+    def wait_or_end(self, task: Task) -> bool:
+        """Wait until somebody stands at the gate, or `task` has ended without; whether it has."""
+        while not self._reached.wait(0.001):
+            if not task.is_alive():
+                return not self._reached.is_set()
+        return False
+
     @contextmanager
     def reached(self) -> Iterator[None]:
         """Inside, somebody stands at the gate; it opens at the end."""

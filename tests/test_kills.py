@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,6 +85,23 @@ def kill_everywhere(prepare: Callable[[], None], act: Callable[[], object]) -> I
             return
         yield number
     raise AssertionError(f"more than {MOST} changes")
+
+
+@pytest.fixture(autouse=True)
+def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process loses nothing that it has written; only a power cut does."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """In memory, if possible: there are thousands of small files."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory, prefix="kvsnap-test-") as name:
+        yield Path(name)
 
 
 @pytest.fixture
