@@ -30,6 +30,8 @@ def unpacked_bytes(data: bytes, metadata: Any) -> int:
     total = 0
     for i in range(metadata.num_row_groups):
         group = metadata.row_group(i)
+        if not group.num_rows:  # no page is read
+            continue
         for j in range(group.num_columns):
             column = group.column(j)
             start = column.data_page_offset
