@@ -17,6 +17,11 @@ def smollm2() -> Namespace:
     return _namespace(block_tokens=128, page_shape=(3, 128, 128), layers=30)
 
 
+def llama_8b() -> Namespace:
+    """Llama 3 8B in bfloat16: 16-token blocks, chunks of 32 MiB."""
+    return _namespace(block_tokens=16, page_shape=(8, 2, 16, 128), layers=32)
+
+
 def _namespace(*, block_tokens: int, page_shape: tuple[int, ...], layers: int) -> Namespace:
     return Namespace(
         identity=ModelIdentity(weights="dummy:0", config={}, dtype="bfloat16", kv_dtype="bfloat16"),
