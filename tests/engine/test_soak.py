@@ -1,4 +1,4 @@
-"""Many kills of one engine under load (`make soak`); KVSNAP_SOAK_KILLS and KVSNAP_SOAK_SEED change how many and which."""
+"""Many kills of one engine under load (`make soak`); KVSNAP_SOAK_KILLS says how many, KVSNAP_SOAK_SEED repeats a run."""
 
 from __future__ import annotations
 
@@ -75,12 +75,19 @@ def load(server: Server, seed: int) -> Iterator[None]:
 
 
 def disk_use(directory: Path) -> int:
-    """What `du` says, in bytes."""
-    total = 0
+    """What `du` says, in bytes: each inode once."""
+    found: dict[int, int] = {}
     for path in [directory, *directory.rglob("*")]:
         with suppress(FileNotFoundError):
-            total += path.lstat().st_blocks * 512
-    return total
+            status = path.lstat()
+            found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
+
+
+def assert_within_cap(cache_dir: Path) -> None:
+    """A walk takes time, and may count a shard that goes behind it and one that comes before it: look thrice."""
+    used = [disk_use(cache_dir) for _ in range(3)]
+    assert min(used) <= CAP_BYTES
 
 
 def ask_anchor(server: Server) -> tuple[Completion, int]:
@@ -97,7 +104,7 @@ def assert_is_sound(cache_dir: Path) -> None:
     """Nothing damaged, within the cap."""
     checked = kvsnap("verify", "--cache-dir", cache_dir, "--read-data")
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert disk_use(cache_dir) <= CAP_BYTES
+    assert_within_cap(cache_dir)
 
 
 def test_kills_at_random_moments(tiny_model: Path, folder: Path, shm_folder: Path) -> None:
@@ -120,7 +127,7 @@ def test_kills_at_random_moments(tiny_model: Path, folder: Path, shm_folder: Pat
             with load(server, SEED + life):
                 over = time.monotonic() + rng.uniform(0.2, 6.0)
                 while time.monotonic() < over:
-                    assert disk_use(cache_dir) <= CAP_BYTES
+                    assert_within_cap(cache_dir)
                     time.sleep(0.05)
                 victims = rng.choice(["all", "EngineCore", "Worker"])
                 if victims != "all":
