@@ -1,4 +1,4 @@
-"""Many kills of one engine under load (`make soak`); KVSNAP_SOAK_KILLS says how many, KVSNAP_SOAK_SEED repeats a run."""
+"""Many kills of one engine under load (`make soak`). KVSNAP_SOAK_KILLS: how many; KVSNAP_SOAK_SEED repeats a run."""
 
 from __future__ import annotations
 
