@@ -11,7 +11,8 @@ repeating it goes on from there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,14 +23,16 @@ from kvsnap.catalog import Catalog
 from kvsnap.engines import check_expected, check_live_engines
 from kvsnap.errors import CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
 from kvsnap.fetch import ShardFetcher
+from kvsnap.import_plan import ImportPlan
 from kvsnap.import_run import ImportRun, ImportUnit
-from kvsnap.local_shards import live_entries, scan_shards
 from kvsnap.manifest import Digest, Manifest
 from kvsnap.namespace import Namespace
-from kvsnap.plan import I64, Mask, choose_part, choose_shards, live_rows
+from kvsnap.plan import Mask
 from kvsnap.repository import Repository, shard_name
 from kvsnap.storage import RefusedError, Storage
 from kvsnap.tiers.disk import DiskTier
+from kvsnap.tiers.paths import SHARDS
+from kvsnap.tiers.writers import only_importer
 from kvsnap.transfer import Progress
 from kvsnap.trust import TrustedKeys
 
@@ -87,13 +90,16 @@ def import_snapshot(
     tier: DiskTier | None = None,
     trusted: TrustedKeys | None = None,
     progress: Progress | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> ImportReport:
     """Import the snapshot `ref` (a ref, an id or its start) of the repository at `url` into `cache_dir`.
 
-    It goes into the manifest's own namespace. May be killed and repeated.
+    It goes into the manifest's own namespace. May be killed and repeated. One import at a time downloads into a
+    directory; another one waits for it, and then fetches what is still missing.
 
     Args:
-        max_bytes: Most bytes of shards, the hottest first; those there already count too.
+        max_bytes: Most bytes of shards, the hottest first; those there already count too. Whole shards, and the start
+            of one more (not with `trusted`: no signature covers a part).
         expect: The namespace of the engine that will use it. Without, the live engines
             of the directory are asked: if there are any, one must match.
         allow_partial: Import what is whole of a damaged snapshot instead of refusing it.
@@ -101,6 +107,7 @@ def import_snapshot(
         tier: The open disk tier of an engine that imports for itself: it may be asked to evict, and its next `poll`
             reports the new shards.
         trusted: Import it only if one of these signed it.
+        sleep: How to wait for another import. May raise to end the wait.
 
     Raises:
         NotFoundError: no such repository or snapshot.
@@ -131,95 +138,41 @@ def import_snapshot(
         total_bytes=manifest.totals.nbytes,
         engines=[record.engine_id for record in engines],
     )
-    plan = _Plan(manifest, catalog, max_bytes)
+    plan = ImportPlan(manifest, catalog, max_bytes, may_split=trusted is None)
     report.chosen_shards = len(plan.units)
     report.is_last_in_part = any(unit.is_part for unit in plan.units)
-    present = _present(cache_dir / ns.dirname, ns, plan)
+    seen = _shards_time(cache_dir / ns.dirname)
+    present = plan.present(cache_dir / ns.dirname)
     report.present_shards = len(present)
     missing = [unit for unit in plan.units if unit.shard not in present]
     usable = _check_stored(repository, manifest, missing, report, allow_partial=allow_partial)
     if dry_run:
         report.imported_shards = len(usable)
         report.imported_bytes = sum(unit.nbytes for unit in usable)
-        plan.count(report, present | {unit.shard for unit in usable})
+        report.num_chunks, report.num_tokens = plan.count(present | {unit.shard for unit in usable})
         return report
     if not usable:
-        plan.count(report, present)
+        report.num_chunks, report.num_tokens = plan.count(present)
         return report
     # Always a tier of its own: to the engine's tier the shards are then new ones, which its next `poll` reports.
-    with DiskTier(cache_dir, ns) as disk:
+    with DiskTier(cache_dir, ns) as disk, only_importer(cache_dir, sleep=sleep):
+        if _shards_time(disk.dir) != seen:
+            present = plan.present(disk.dir)
+            report.present_shards = len(present)
+            usable = [unit for unit in usable if unit.shard not in present]
         disk.evict = None if tier is None else tier.evict
         placed = _fetch(repository, disk, plan, usable, present, report, allow_partial=allow_partial, progress=progress)
-        plan.count(report, placed)
+        report.num_chunks, report.num_tokens = plan.count(placed)
         _add_usage(disk, catalog, plan.live(placed))
     return report
 
 
-class _Plan:
-    """What to have, in which order, and what a set of it is worth."""
-
-    def __init__(self, manifest: Manifest, catalog: Catalog, max_bytes: int | None) -> None:
-        self.manifest = manifest
-        self.catalog = catalog
-        num_shards = len(manifest.shards)
-        rows: list[I64] = catalog.rows_of_shards(num_shards)
-        choice = choose_shards(
-            range(num_shards),
-            [shard.nbytes for shard in manifest.shards],
-            catalog.shard,
-            catalog.parent_row,
-            catalog.depth,
-            max_bytes=max_bytes,
-        )
-        self.units = [
-            ImportUnit(shard=i, rows=rows[i], nbytes=manifest.shards[i].nbytes, is_part=False)
-            for i in choice.shards
-            if len(rows[i])
-        ]
-        """Parents first, else hottest first."""
-        self._is_wanted = np.zeros(len(catalog), np.bool_)
-        for unit in self.units:
-            self._is_wanted[unit.rows] = True
-        if max_bytes is not None:
-            taken = set(choice.shards)
-            part = choose_part(
-                [i for i in range(num_shards) if i not in taken],
-                rows,
-                catalog.offset,
-                catalog.nbytes,
-                catalog.parent_row,
-                choice.live,
-                room=max_bytes - choice.nbytes,
-            )
-            if part is not None:
-                self.units.append(ImportUnit(shard=part.shard, rows=part.rows, nbytes=part.nbytes, is_part=True))
-                self._is_wanted[part.rows] = True
-
-    def live(self, shards: set[int]) -> Mask:
-        """For each row whether it is wanted and it and all its ancestors are in `shards`."""
-        is_there = np.zeros(max(len(self.manifest.shards), 1), np.bool_)
-        is_there[list(shards)] = True
-        return live_rows(self.catalog.parent_row, self.catalog.depth, is_there[self.catalog.shard] & self._is_wanted)
-
-    def is_useful(self, shards: set[int], unit: ImportUnit) -> bool:
-        """Whether `unit` gives any chunk with a full chain when `shards` are there."""
-        return bool(self.live(shards | {unit.shard})[unit.rows].any())
-
-    def count(self, report: ImportReport, shards: set[int]) -> None:
-        """Fill in what `shards` give."""
-        live = self.live(shards)
-        report.num_chunks = int(live.sum())
-        report.num_tokens = int(self.catalog.tokens[live].sum())
-
-
-def _present(directory: Path, ns: Namespace, plan: _Plan) -> set[int]:
-    """Shards that need not be fetched: all that is wanted of them is there with all its ancestors."""
-    scan = scan_shards(directory, ns)
-    if not scan.shards:
-        return set()
-    live, _ = live_entries(ns, scan.shards)
-    is_there = np.fromiter(map(live.__contains__, plan.catalog.keys()), np.bool_, len(plan.catalog))
-    return {unit.shard for unit in plan.units if is_there[unit.rows].all()}
+def _shards_time(directory: Path) -> int | None:
+    """When a shard last came or went; None without a directory."""
+    try:
+        return (directory / SHARDS).stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _check_stored(
@@ -265,7 +218,7 @@ def _check_stored(
 def _fetch(
     repository: Repository,
     disk: DiskTier,
-    plan: _Plan,
+    plan: ImportPlan,
     usable: Sequence[ImportUnit],
     present: set[int],
     report: ImportReport,
