@@ -31,6 +31,7 @@ from kvsnap.errors import CorruptChunkError
 from kvsnap.keys import ChunkKey
 from kvsnap.manifest import MAX_SHARD_BYTES
 from kvsnap.parquet_pages import unpacked_bytes
+from kvsnap.shard_fields import SCOPE
 
 I64 = NDArray[np.int64]
 Bytes2 = NDArray[np.uint8]
@@ -192,6 +193,8 @@ def _from_table(table: Any) -> Catalog:
             if len(combined.dictionary) > MAX_SCOPES:
                 raise ValueError(f"it has {len(combined.dictionary)} scopes, at most {MAX_SCOPES} are read")
             columns["scope"] = tuple(str(text) for text in combined.dictionary.to_pylist())
+            if wrong := next((text for text in columns["scope"] if not SCOPE.fullmatch(text)), None):
+                raise ValueError(f"scope {wrong[:80]!r} is none")
             columns["scope_code"] = combined.indices.to_numpy(zero_copy_only=False).astype(np.int64)
         elif name in _BYTE_WIDTHS:
             columns[name] = _byte_column(column, name)
