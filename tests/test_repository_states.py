@@ -81,10 +81,22 @@ class Process(StoppingStorage):
 
 
 PLACES = (
-    ("put*", "catalogs/*"), ("put*", "catalogs/*"), ("put*", "catalogs/*"), ("put_stream", "*"), ("put_if_match", "leases/*"), ("delete", "leases/*"), ("list", "gc/"),
-    ("put_if_match", "gc/*"), ("put_if_absent", "gc/*"), ("delete", "gc/*"), ("delete", "shards/*"),
-    ("delete", "manifests/*"), ("list", "shards/"), ("list", "manifests/"), ("*", "*"),
-)  # fmt: skip
+    ("put*", "catalogs/*"),
+    ("put*", "catalogs/*"),
+    ("put*", "catalogs/*"),
+    ("put_stream", "*"),
+    ("put_if_match", "leases/*"),
+    ("delete", "leases/*"),
+    ("list", "gc/"),
+    ("put_if_match", "gc/*"),
+    ("put_if_absent", "gc/*"),
+    ("delete", "gc/*"),
+    ("delete", "shards/*"),
+    ("delete", "manifests/*"),
+    ("list", "shards/"),
+    ("list", "manifests/"),
+    ("*", "*"),
+)
 """Requests (method and name) before which a process may stop for long.
 
 None lies between the last renewal of a lease and the request that publishes: the lease's margin is
@@ -309,6 +321,6 @@ def test_whatever_can_be_reached_exists() -> None:
     run_state_machine_as_test(
         Lives,
         settings=settings(
-            max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
