@@ -147,7 +147,8 @@ class DramTier:
                 messages.append(f"{held.path} {why} and is replaced, its chunks are lost")
             os.ftruncate(held.fd, 0)
         try:
-            os.posix_fallocate(held.fd, 0, shape.file_bytes)
+            if not _has_all_pages(held.fd, shape.file_bytes):
+                os.posix_fallocate(held.fd, 0, shape.file_bytes)
         except OSError as error:
             os.ftruncate(held.fd, 0)
             raise StorageError(f"no room for a DRAM tier of {shape.file_bytes} bytes: {error}") from error
@@ -442,6 +443,12 @@ def _shape(namespace_id: str, geometry: Geometry, budget_bytes: int, ranks: int)
         num_ranks=ranks,
         namespace=bytes.fromhex(namespace_id),
     )
+
+
+def _has_all_pages(fd: int, nbytes: int) -> bool:
+    """Whether a file of this length has no holes: an attach needn't ask for each of a million pages again."""
+    found = os.fstat(fd)
+    return found.st_size == nbytes and found.st_blocks * 512 >= nbytes
 
 
 def _is_nearly(old: f.DramShape, shape: f.DramShape) -> bool:
