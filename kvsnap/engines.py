@@ -40,18 +40,22 @@ def flush_engines(
 ) -> dict[str, dict[str, Any]]:
     """Have the live engines write what only their DRAM holds to disk; their answers by engine id.
 
-    An engine that stops meanwhile is left out.
+    An engine that stops meanwhile is left out. One that can't be asked (in another container of a shared directory)
+    keeps nobody from asking the others.
 
     Raises:
-        KvsnapError: one of them did not; what it holds only in DRAM isn't on disk.
+        KvsnapError: one of them did not; what it holds only in DRAM isn't on disk. All were asked.
     """
     answers: dict[str, dict[str, Any]] = {}
+    failed: list[str] = []
     for record in engines_of(cache_dir, namespace):
         try:
             answers[record.engine_id] = ask(record, "flush", {}, timeout_s=timeout_s)
         except KvsnapError as error:
             if record in engines_of(cache_dir, namespace):
-                raise StorageError(f"engine {record.engine_id} (pid {record.pid}) did not flush: {error}") from error
+                failed.append(f"engine {record.engine_id} (pid {record.pid}) did not flush: {error}")
+    if failed:
+        raise StorageError("; ".join(failed))
     return answers
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvsnap.engines import FLUSH_TIMEOUT_S, flush_engines
-from kvsnap.errors import NotFoundError
+from kvsnap.errors import NotFoundError, StorageError
 from kvsnap.snapshot_export import match_namespaces
 from kvsnap_jobs.options import EXIT_PROBLEMS, cache_dir_option, json_option, namespace_option
 from kvsnap_jobs.output import print_facts, print_json
@@ -33,8 +33,14 @@ def flush(ctx: click.Context, cache_dir: Path, namespace: str | None, timeout_s:
       3  an engine answered, but has chunks that it could not write
     """
     answers = {}
+    failed: list[str] = []
     for _, ns in match_namespaces(cache_dir, namespace):
-        answers.update(flush_engines(cache_dir, ns.id(), timeout_s=timeout_s))
+        try:
+            answers.update(flush_engines(cache_dir, ns.id(), timeout_s=timeout_s))
+        except StorageError as error:  # the engines of other models all the same
+            failed.append(str(error))
+    if failed:
+        raise StorageError("; ".join(failed))
     if not answers:
         raise NotFoundError(f"no live engine uses {cache_dir}; what is there at rest needs no flush")
     if as_json:

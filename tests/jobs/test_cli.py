@@ -313,6 +313,20 @@ class TestLiveEngine:
         engine.unsaved = 1
         assert run("flush", "--cache-dir", cache).exit_code == 3
 
+    def test_flush_reaches_an_engine_beside_one_that_it_can_not_ask(
+        self, cache: Path, ns: Namespace, engine: FakeEngine, own_runtime_dir: Path
+    ) -> None:
+        """A directory shared by containers: an engine of another one lives, but its socket isn't here."""
+        record = json.loads((cache / ns.dirname / "engines" / "engine-1.json").read_text())
+        other = {**record, "engine_id": "engine-0", "socket": str(own_runtime_dir / "elsewhere.sock")}
+        (cache / ns.dirname / "engines" / "engine-0.json").write_text(json.dumps(other))
+
+        done = run("flush", "--cache-dir", cache)
+
+        assert done.exit_code == 1
+        assert "engine-0" in done.stderr
+        assert [command for command, _ in engine.calls] == ["flush"]
+
     def test_clear_is_left_to_the_engine(self, cache: Path, ns: Namespace, engine: FakeEngine) -> None:
         """Files under a live engine's index are its own to remove."""
         report = run_json("clear", "--cache-dir", cache, "--tier", "all")
