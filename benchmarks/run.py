@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.report import note, table
 from tools.serving import REPOSITORY, tree_environment
 
-NAMES = ("index", "start", "disk", "snapshots", "ttft")
+NAMES = ("index", "start", "disk", "snapshots", "ttft", "restart")
 
 
 def run(name: str) -> tuple[list[dict[str, Any]], bool]:
