@@ -66,7 +66,7 @@ def test_tag_moves_and_rolls_back(repo: Path, first: str, second: str) -> None:
     ]  # fmt: skip
     assert first[:12] in run("tag", f"{repo}@prod", "--history").stdout
 
-    assert "expected" in run("tag", f"{repo}@{first}", "prod", "--expect", second, status=1).stderr
+    assert "expected" in run("tag", f"{repo}@{second}", "prod", "--expect", second, status=1).stderr
     run("tag", f"{repo}@nothing", "x", status=1)
     for usage in ((), ("x", "--history"), ("--expect", "y", "--back", 1)):
         run("tag", f"{repo}@prod", *usage, status=2)
