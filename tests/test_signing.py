@@ -334,7 +334,7 @@ class TestOtherCommands:
             file.write_text(f"release {key.public}\n")
 
             assert import_into(f"{repo}@prod", tier).startswith("7 of 7")
-            open_remote(f"{repo}@prod", tier).close()
+            assert len(open_remote(f"{repo}@prod", tier)) > 0
 
 
 class TestKeyFiles:
