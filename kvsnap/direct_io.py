@@ -189,6 +189,8 @@ def is_cached(fd: int, nbytes: int) -> bool:
 def supports_direct(directory: Path) -> bool:
     """Whether O_DIRECT works in `directory`, found by writing two pages and reading them back (C11).
 
+    False on a full disk too (B07).
+
     Raises:
         StorageError: not even buffered I/O gives the bytes back.
     """
@@ -200,6 +202,8 @@ def supports_direct(directory: Path) -> bool:
             if _survives(path, page, flag):
                 return bool(flag)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return False  # full: it can't be told, and what is there can be read either way
             if not flag:
                 raise StorageError(f"{directory} failed its write test: {error.strerror or error}") from error
         log.debug("no %s I/O in %s", "direct" if flag else "buffered", directory)

@@ -82,6 +82,8 @@ class Writer:
         if chunk.state == READY and chunk.shard is None and chunk.key not in self._wanted and self.may_write(chunk):
             if not self._wanted:
                 self._wanted_since = time.monotonic()
+            if len(self._wanted) >= 2 * self._cache.residency.num_slots:  # while writing pauses, chunks leave unwritten
+                self._wanted = {key: c for key, c in self._wanted.items() if c.slot >= 0 and c.shard is None}
             self._wanted[chunk.key] = chunk
 
     def stored(self, chunk: Chunk) -> None:

@@ -136,10 +136,10 @@ class DiskTier:
                 quota.write_marker(self.cache_dir, cap_bytes)
             for name in ("", paths.SHARDS, paths.TEMPORARY, paths.QUARANTINE, paths.ENGINES):
                 paths.make_dir(self.dir / name)
+            for directory in paths.namespace_dirs(self.cache_dir):  # first: the disk may be full of it
+                self.counts["swept_bytes"] += writers.sweep(directory)
             self.writer = writers.WriterDir(self.dir)
             try:
-                for directory in paths.namespace_dirs(self.cache_dir):
-                    self.counts["swept_bytes"] += writers.sweep(directory)
                 if not self._check_namespace():
                     self.writer.write_file(self.dir / paths.NAMESPACE, canonical_json(self.ns.to_json()))
                 self.is_direct = direct_io.supports_direct(self.writer.path)

@@ -153,9 +153,13 @@ class WriterDir:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(self.path / paths.LOCK, flags, 0o666)
-            os.write(self._fd, f"{pid} {process_start_time(pid) or 0}\n".encode())
         except OSError as error:
             raise StorageError(f"{self.path} can't be used: {error.strerror or error}") from error
+        try:
+            os.write(self._fd, f"{pid} {process_start_time(pid) or 0}\n".encode())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk can still be read; the lock says enough
+                raise StorageError(f"{self.path} can't be used: {error.strerror or error}") from error
         try_lock(self._fd)
 
     def write_file(self, path: Path, data: bytes) -> None:
