@@ -2,6 +2,7 @@
 # where there is no NVIDIA GPU), kvsnap itself, and the small models in the user's cache folder.
 #
 #   make demo         time to first token: cold, after a restart, on a new replica that imported a snapshot
+#   make example-X    examples/X: predeploy_warmup, restart_recovery, cross_replica
 #   make test         all checks and tests, cheap ones first
 #   make test-unit    the tests that start no engine
 #   make test-engine  those that do
@@ -26,6 +27,9 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 demo: models
 	$(BIN)/python examples/demo/run.py
+
+example-%: models
+	$(BIN)/python examples/$*/run.py
 
 test: lint test-unit test-engine
 

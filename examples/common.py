@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -162,6 +163,7 @@ def example(name: str, run: Run) -> None:
     parser = argparse.ArgumentParser(description=f"Run the example {name}.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     as_json = parser.parse_args().json
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no server outlives us
     model = ensure(SMOLLM2)
     with example_folders(name) as (folder, shm):
         rows, problems = run(folder, shm, model)

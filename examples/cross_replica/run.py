@@ -86,7 +86,7 @@ def run(folder: Path, shm: Path, model: Path) -> tuple[list[Row], list[str]]:
         for server in (leader, follower):
             server.wait_ready()
             warm_kernels(server.client(), chats.prompts)
-        cold = measure("cold", follower, chats.strangers(PER_ROW), reset=True, kv_transfer_params=NOT_STORED)
+        cold = measure("cold", follower, chats.strangers(2), reset=True, kv_transfer_params=NOT_STORED)
 
         note("the leader serves its first chat, and exports")
         leader.client().complete(chats.take(1)[0], max_tokens=MAX_TOKENS)

@@ -55,7 +55,7 @@ def run(folder: Path, shm: Path, model: Path) -> tuple[list[Row], list[str]]:
         note(f"{refused} connections refused until it was warm")
         first = first_ask("replica, its first request", server, chats.take(1)[0])
         more = measure("replica, the next ones", server, chats.take(PER_ROW), reset=True)
-        cold = measure("cold", server, chats.strangers(PER_ROW), reset=True, kv_transfer_params=NOT_STORED)
+        cold = measure("cold", server, chats.strangers(2), reset=True, kv_transfer_params=NOT_STORED)
     finally:
         server.kill()
     problems = not_hits([first], 1) + not_hits([more], PER_ROW)

@@ -43,7 +43,7 @@ def run(folder: Path, shm: Path, model: Path) -> tuple[list[Row], list[str]]:
     with Server(model, folder, connector=settings, name="first") as server:
         client = server.client()
         warm_kernels(client, chats.prompts)
-        cold = measure("cold", server, chats.strangers(PER_ROW), reset=True, kv_transfer_params=NOT_STORED)
+        cold = measure("cold", server, chats.strangers(2), reset=True, kv_transfer_params=NOT_STORED)
         client.complete(chats.take(1)[0], max_tokens=MAX_TOKENS)
         before = measure("before, from DRAM", server, chats.take(PER_ROW), reset=True)
         note("kill -9 of all its processes")
