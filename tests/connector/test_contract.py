@@ -66,7 +66,7 @@ HOOKS = {
 """Every hook of vLLM 0.32's base classes, and the names of its parameters."""
 
 ADDED_LATER = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
-"""New in 0.33, with defaults that suit: kvsnap touches no KV memory between steps."""
+"""New in 0.33, around sleep. kvsnap has them all, with any arguments."""
 
 
 def _signature(member: Any) -> str | None:
@@ -113,13 +113,13 @@ def test_what_is_read_of_vllms_objects_is_there() -> None:
     from vllm.v1.request import Request
 
     expected: dict[type, str] = {
-        CacheConfig: "cache_dtype kv_cache_dtype_skip_layers",
+        CacheConfig: "cache_dtype kv_cache_dtype_skip_layers block_size user_specified_block_size",
         KVTransferConfig: "engine_id kv_load_failure_policy kv_connector_extra_config is_kv_producer is_kv_consumer",
         LoadConfig: "load_format download_dir",
         ModelConfig: (
             "model revision served_model_name dtype quantization quantization_config seed max_model_len "
             "hf_overrides hf_config hf_text_config hf_config_path config_format model_class_overrides "
-            "override_generation_config is_encoder_decoder is_diffusion enable_sleep_mode"
+            "override_generation_config is_encoder_decoder is_diffusion enable_sleep_mode is_hybrid is_attention_free"
         ),
         ParallelConfig: (
             "rank world_size tensor_parallel_size pipeline_parallel_size data_parallel_size_local nnodes "
@@ -191,6 +191,28 @@ def test_weight_files_are_those_of_vllms_own_loader(load_format: str, tmp_path: 
 
     assert weight_files(tmp_path, load_format) == sorted(Path(path) for path in theirs)
     assert theirs
+
+
+def test_the_cuda_facts_are_as_they_were() -> None:
+    """Names that `compat.py` goes by; with another spelling everything on CUDA would be declined, or too little."""
+    from vllm.config import SchedulerConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.kv_cache_interface import KVQuantMode
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kvsnap_connector.compat import _CUDA_BACKENDS, _QUANT_MODES
+
+    assert set(AttentionBackendEnum.__members__) >= _CUDA_BACKENDS
+    assert set(KVQuantMode.__members__) >= _QUANT_MODES
+    assert {layout.name for layout in KVCacheLayout if layout.is_block_compact} == {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
+    assert "max_num_batched_tokens" in _fields(SchedulerConfig)
+
+
+def test_what_comes_with_0_33_is_there_already() -> None:
+    from kvsnap_connector.connector import KVSnapConnector
+
+    assert all(callable(getattr(KVSnapConnector, name)) for name in ADDED_LATER)
+    assert KVSnapConnector.supports_sleep_mode(object())
 
 
 def test_the_plugin_registers_once() -> None:
