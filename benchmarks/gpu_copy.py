@@ -1,6 +1,6 @@
 """The CUDA copier against a plain pinned copy of the same bytes, and what it takes from the compute stream.
 
-Needs torch and a CUDA device, no vLLM; under three minutes: `python -m benchmarks.gpu_copy`. Rows are medians
+Needs torch and a CUDA device, no vLLM; under three minutes: `python benchmarks/gpu_copy.py`. Rows are medians
 over rounds; baseline and copier take turns, so that both meet the same machine.
 """
 
@@ -10,8 +10,12 @@ import random
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "connector")]  # a machine with a GPU may have nothing of kvsnap installed
 
 from benchmarks.report import emit, note, table
 from kvsnap_connector.cuda_worker import CudaWorkerHalf

@@ -8,7 +8,8 @@ module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -181,9 +182,11 @@ class CudaDevice:
         """See `Device.enter_thread`."""
         self._torch.cuda.set_device(self._device)
 
-    def _on(self, stream: Stream) -> Any:
+    @contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
         assert isinstance(stream, CudaStream)
-        return self._torch.cuda.stream(stream.torch_stream)
+        with self._torch.inference_mode(), self._torch.cuda.stream(stream.torch_stream):
+            yield
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
         host = self._torch.tensor(block_ids, dtype=self._torch.int64).pin_memory()

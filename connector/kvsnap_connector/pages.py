@@ -177,11 +177,15 @@ class BlockView:
         """Copy blocks, in order, into the front of a uint8 buffer on the same device."""
         import torch
 
-        torch.index_select(self._blocks, 0, ids, out=self._rows(buffer, len(ids)))
+        with torch.inference_mode():  # so was the cache made, and a thread of ours isn't in it by itself
+            torch.index_select(self._blocks, 0, ids, out=self._rows(buffer, len(ids)))
 
     def scatter(self, buffer: torch.Tensor, ids: torch.Tensor) -> None:
         """Copy the front of a uint8 buffer into blocks, in order."""
-        self._blocks.index_copy_(0, ids, self._rows(buffer, len(ids)))
+        import torch
+
+        with torch.inference_mode():
+            self._blocks.index_copy_(0, ids, self._rows(buffer, len(ids)))
 
     def _rows(self, buffer: torch.Tensor, num_blocks: int) -> torch.Tensor:
         return buffer[: num_blocks * self.block_bytes].view(self._dtype).view(num_blocks, *self._row)

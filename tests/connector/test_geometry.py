@@ -199,6 +199,19 @@ def test_an_attention_backend_that_nobody_has_looked_at_is_declined(backend: str
         view_of(*make_cuda_cache("LBHNC"), backend=backend)
 
 
+def test_a_thread_of_its_own_may_write_what_vllm_made_for_inference() -> None:
+    """vLLM works in inference mode, which is a thread's; in-place writes from outside it raise."""
+    with torch.inference_mode():
+        cache_config, caches = make_cuda_cache("LBNHC")
+        _, _, view = view_of(cache_config, caches)
+        buffer = torch.zeros(view.block_bytes, dtype=torch.uint8)
+
+    view.gather(torch.tensor([2]), buffer)
+    view.scatter(buffer, torch.tensor([3]))
+
+    assert torch.equal(reference(caches, "LBNHC", [3]), reference(caches, "LBNHC", [2]))
+
+
 def test_layers_at_unequal_distances_are_declined() -> None:
     cache_config, caches = make_cuda_cache("LBHNC")
     _, places, _ = view_of(cache_config, caches)
