@@ -44,9 +44,9 @@ from kvsnap.transfer import NUM_WORKERS
 from tools.build_model import cache_folder
 
 GIB = 1 << 30
-RATIO_BYTES = GIB
+RATIO_BYTES = 3 * GIB
 LARGE_BYTES = 8 * GIB
-ROUNDS = 5
+ROUNDS = 3
 KINDS: dict[str, Callable[[], Namespace]] = {"smollm2": smollm2, "32 MiB": llama_8b}
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -129,7 +129,7 @@ def measure_http(root: Path) -> None:
     ratios, rows, per_shard = [], [], []
     for kind, make in KINDS.items():
         cache, repo = root / "cache", root / "repo"
-        nbytes = fill(cache, make(), chunks_for(make(), RATIO_BYTES))
+        nbytes = fill(cache, make(), chunks_for(make(), GIB))
         export_snapshot(cache, str(repo), tag="bench", flush=False)
         shutil.rmtree(cache)
         files = shard_files(repo)

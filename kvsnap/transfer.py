@@ -23,8 +23,8 @@ from kvsnap.storage.base import Reader
 PIECE_BYTES = 4 << 20
 NUM_WORKERS = 4
 """Shards on their way at once."""
-NUM_BUFFERS = 3
-"""Pieces of a shard in memory: one being read or written, the others being hashed."""
+NUM_BUFFERS = 4
+"""Pieces of a shard in memory: one being read, one being used, the others being hashed."""
 
 Progress = Callable[[int, int], None]
 """Called now and then with bytes done and bytes in all."""
@@ -109,7 +109,7 @@ def pieces(
 
     Each piece is valid until the next one is asked for. All but the last are `PIECE_BYTES` long, and memory is
     aligned, so O_DIRECT takes them. With `hash_with`, that is called on each piece in order, by another thread, while
-    the caller uses the piece and the next ones are read; it is done with all of them at the end.
+    the caller uses the piece and a third thread reads the next one; it is done with all of them at the end.
     """
     if hash_with is None:
         buffer = aligned_buffer(PIECE_BYTES)
@@ -118,24 +118,38 @@ def pieces(
             yield buffer[:found]
             total += found
     else:
-        with ThreadPoolExecutor(1, "kvsnap-hash", initializer=widen_affinity) as executor:
-            yield from _hashed_pieces(reader, limit, hash_with, executor)
+        with (
+            ThreadPoolExecutor(1, "kvsnap-read", initializer=widen_affinity) as reading,
+            ThreadPoolExecutor(1, "kvsnap-hash", initializer=widen_affinity) as hashing,
+        ):
+            yield from _hashed_pieces(reader, limit, hash_with, reading, hashing)
 
 
 def _hashed_pieces(
-    reader: Reader, limit: int, hash_with: Callable[[memoryview], None], executor: ThreadPoolExecutor
+    reader: Reader,
+    limit: int,
+    hash_with: Callable[[memoryview], None],
+    reading: ThreadPoolExecutor,
+    hashing: ThreadPoolExecutor,
 ) -> Iterator[memoryview]:
-    pending: deque[Future[None]] = deque()
+    buffers = cycle([aligned_buffer(PIECE_BYTES) for _ in range(NUM_BUFFERS)])
+    hashed: deque[Future[None]] = deque()
     total = 0
-    for buffer in cycle([aligned_buffer(PIECE_BYTES) for _ in range(NUM_BUFFERS)]):
-        if len(pending) == NUM_BUFFERS:
-            pending.popleft().result()
-        if total > limit or not (found := _fill(reader, buffer)):
-            break
-        pending.append(executor.submit(hash_with, buffer[:found]))
-        yield buffer[:found]
+    buffer = next(buffers)
+    filled = reading.submit(_fill, reader, buffer)
+    while found := filled.result():
+        piece = buffer[:found]
+        hashed.append(hashing.submit(hash_with, piece))
         total += found
-    for future in pending:
+        if total > limit:
+            yield piece
+            break
+        if len(hashed) == NUM_BUFFERS:
+            hashed.popleft().result()
+        buffer = next(buffers)
+        filled = reading.submit(_fill, reader, buffer)
+        yield piece
+    for future in hashed:
         future.result()
 
 
