@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "connector")]  # a machine with a GPU may have nothing of kvsnap installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a machine with a GPU may have nothing installed
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "connector"))
 
 from benchmarks.report import emit, note, table
 from kvsnap_connector.cuda_worker import CudaWorkerHalf
