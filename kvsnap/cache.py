@@ -9,11 +9,12 @@ or to report. What has not arrived and been verified is never offered (invariant
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,8 +106,9 @@ class TieredCache:
         self.writer = Writer(self)
         self.shards = ShardMap(self.residency, self.geometry)
         if disk is not None:
-            self.shards.adopt(list(disk.scan()))
-            self.shards.apply_usage(disk.load_usage())
+            with _without_gc():
+                self.shards.adopt(disk.scan())
+                self.shards.apply_usage(disk.load_usage())
             disk.enforce_cap()  # the cap may be smaller than at the last start
 
     def start(self) -> None:
@@ -377,7 +379,8 @@ class TieredCache:
     # -- inside ----------------------------------------------------------------------
 
     def _bytes_of(self, chunks: Iterable[Chunk]) -> int:
-        return sum(self.geometry.chunk_bytes(chunk.tokens) for chunk in chunks)
+        by_tokens = Counter(chunk.tokens for chunk in chunks)  # most chunks have the same size
+        return sum(self.geometry.chunk_bytes(tokens) * count for tokens, count in by_tokens.items())
 
     def _prefault(self) -> None:
         """Map the data's pages here too: promotions would pay for their first touch."""
@@ -417,6 +420,18 @@ class TieredCache:
             hits=chunk.hits,
             last_use=chunk.last_use,
         )
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Hundreds of thousands of objects that all stay: looking for garbage among them takes longer than making them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_usable(chunk: Chunk) -> bool:

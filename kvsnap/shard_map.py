@@ -68,32 +68,44 @@ class ShardMap:
         Args:
             leaving: Shards that have vanished and are about to be forgotten.
         """
-        index = self._residency.index
-        entries: list[tuple[int, str, str, ChunkEntry]] = []
-        for shard in shards:
+        fresh: dict[ChunkKey, Chunk] = {}
+        orphans: dict[ChunkKey, list[tuple[str, str, ChunkEntry]]] = {}
+        adopted = 0
+        for shard in shards:  # one at a time: a directory has millions of entries
             if shard.id not in self._shards:
                 self._shards[shard.id] = _Held.of(shard)
-            entries.extend((entry.depth, shard.id, shard.scope, entry) for entry in shard.entries)
-        entries.sort(key=_by_depth)  # stable: within a depth in the order given
-        fresh: list[Chunk] = []
-        made: dict[ChunkKey, Chunk] = {}
-        adopted = 0
-        for depth, shard_id, scope, entry in entries:
-            above = made.get(entry.parent) or index.get(entry.parent) if depth else None
-            if depth and (above is None or above.shard is None):
-                continue
-            chunk = made.get(entry.key) or index.get(entry.key)
-            if chunk is None:
-                chunk = Chunk(entry.key, above or entry.parent, depth, entry.tokens, scope, entry.block_keys)
-                made[entry.key] = chunk
-                fresh.append(chunk)
-            elif chunk.shard is not None and chunk.shard not in leaving and not self._is_younger(shard_id, chunk.shard):
-                continue
-            adopted += chunk.shard is None
-            self._residency.put_on_disk(chunk, shard_id, entry.offset, entry.xxh3)
-            self._shards[shard_id].chunks.append(chunk)
-        index.add_all(fresh)
+            ready = [(shard.id, shard.scope, entry) for entry in reversed(shard.entries)]
+            while ready:
+                row = ready.pop()
+                entry = row[2]
+                above = (fresh.get(entry.parent) or self._residency.index.get(entry.parent)) if entry.depth else None
+                if entry.depth and (above is None or above.shard is None):
+                    orphans.setdefault(entry.parent, []).append(row)  # its parent may be in a shard to come
+                    continue
+                adopted += self._place(row, above, fresh, leaving)
+                ready.extend(orphans.pop(entry.key, ()))
+        self._residency.index.add_all(fresh.values())
         return adopted
+
+    def _place(
+        self,
+        row: tuple[str, str, ChunkEntry],
+        above: Chunk | None,
+        fresh: dict[ChunkKey, Chunk],
+        leaving: Container[str],
+    ) -> bool:
+        """Whether the chunk counts now and didn't."""
+        shard_id, scope, entry = row
+        chunk = fresh.get(entry.key) or self._residency.index.get(entry.key)
+        if chunk is None:
+            chunk = Chunk(entry.key, above or entry.parent, entry.depth, entry.tokens, scope, entry.block_keys)
+            fresh[entry.key] = chunk
+        elif chunk.shard is not None and chunk.shard not in leaving and not self._is_younger(shard_id, chunk.shard):
+            return False
+        is_new = chunk.shard is None
+        self._residency.put_on_disk(chunk, shard_id, entry.offset, entry.xxh3)
+        self._shards[shard_id].chunks.append(chunk)
+        return is_new
 
     def _is_younger(self, shard_id: str, than: str) -> bool:
         other = self._shards.get(than)
@@ -107,8 +119,8 @@ class ShardMap:
                 chunk.hits, chunk.last_use = max(chunk.hits, hits), max(chunk.last_use, last_use)
 
     def usage(self, chunks: Iterable[Chunk]) -> list[tuple[ChunkKey, int, float]]:
-        """(key, hits, last use) of those on disk. Needs no lock if `chunks` is a list of its own."""
-        return [(c.key, c.hits, c.last_use) for c in chunks if c.shard is not None]
+        """(key, hits, last use) of those on disk that were used. Needs no lock if `chunks` is a list of its own."""
+        return [(c.key, c.hits, c.last_use) for c in chunks if c.shard is not None and (c.hits or c.last_use)]
 
     def entries(self, shard_id: str) -> list[ChunkEntry]:
         """The chunks that still count in a shard, in file order."""
@@ -175,7 +187,3 @@ class ShardMap:
         """Chunks that the shards were written with, dead or alive, and their bytes."""
         held = list(self._shards.values())
         return sum(h.num_entries for h in held), sum(h.data_bytes for h in held)
-
-
-def _by_depth(row: tuple[int, str, str, ChunkEntry]) -> int:
-    return row[0]
