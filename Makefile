@@ -34,7 +34,7 @@ example-%: models
 test: lint test-unit test-engine
 
 test-unit: setup
-	$(BIN)/pytest -q -m "not engine and not soak and not gpu and not s3"
+	$(BIN)/pytest -q -n auto -m "not engine and not soak and not gpu and not s3"
 
 test-engine: models
 	$(BIN)/pytest -q -m "engine and not soak" --durations=10
