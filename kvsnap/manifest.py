@@ -169,6 +169,7 @@ def decode_manifest(data: bytes, *, expect: Digest) -> Manifest:
         raise CorruptChunkError(f"manifest {expect[:12]} is not a JSON object")
     _check_version(obj, expect)
     try:
+        canonical_json(obj)  # what can't be written as canonical JSON was never written by us, and could not be again
         return _from_json(obj)
     except (KvsnapError, RecursionError) as error:
         raise CorruptChunkError(f"manifest {expect[:12]} makes no sense: {error}") from None

@@ -156,6 +156,15 @@ class TestManifest:
         again = manifest.encode()
         assert decode_manifest(again, expect=Digest(sha256_hex(again))) == manifest
 
+    def test_an_integer_without_canonical_form_is_refused(self) -> None:
+        """It could be read, but not written again, as `merge` does."""
+        data = canonical_json({**json.loads(DECODED.encode()), "annotations": {"n": 0}}).replace(
+            b'"n":0', b'"n":9007199254740992'
+        )
+
+        with pytest.raises(CorruptChunkError, match="no canonical JSON"):
+            decode_manifest(data, expect=Digest(sha256_hex(data)))
+
     @pytest.mark.parametrize(
         "data",
         [
