@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvsnap.cache import CacheOptions
 from kvsnap.index import Chunk
@@ -81,15 +81,18 @@ class EngineLife(RuleBasedStateMachine):
         for _ in range(count):
             self.engine.step()
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.engine.running or self.engine.waiting)
-    def abort(self, data: st.DataObject) -> None:
-        self.engine.abort(data.draw(st.sampled_from(self.engine.running + self.engine.waiting)))
+    # What runs at a given moment depends on the reading threads, so nothing is drawn from it.
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.engine.running)
-    def preempt(self, data: st.DataObject) -> None:
-        self.engine.preempt(data.draw(st.sampled_from(self.engine.running)))
+    @rule(which=st.integers(0, 11))
+    def abort(self, which: int) -> None:
+        alive = self.engine.running + self.engine.waiting
+        if alive:
+            self.engine.abort(alive[which % len(alive)])
+
+    @rule(which=st.integers(0, 11))
+    def preempt(self, which: int) -> None:
+        if self.engine.running:
+            self.engine.preempt(self.engine.running[which % len(self.engine.running)])
 
     @rule(tier=st.sampled_from(["dram", "disk", "all"]))
     def clear(self, tier: str) -> None:
