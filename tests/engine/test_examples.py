@@ -1,4 +1,8 @@
-"""The examples do what their tables say. Each is one command; their servers are the only ones that start here."""
+"""The examples do what their tables say. Each is one command; their servers are the only ones that start here.
+
+Two of them start three servers and more and take minutes, so they run with `make soak`: what
+they show, restarts and replicas, is tested in `test_lives.py` at every change.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from examples.restart_recovery import run as restart_recovery
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.soak
 def test_restart_recovery(smollm2: Path, tmp_path: Path, shm_folder: Path) -> None:
     """C02, invariant 8: after `kill -9` from DRAM, after a reboot from disk."""
     rows, problems = restart_recovery.run(tmp_path, shm_folder, smollm2)
@@ -33,6 +38,7 @@ def test_predeploy_warmup(smollm2: Path, tmp_path: Path, shm_folder: Path) -> No
     assert (tmp_path / "ready.json").exists()
 
 
+@pytest.mark.soak
 def test_cross_replica(smollm2: Path, tmp_path: Path, shm_folder: Path) -> None:
     """C07: what one replica computed, root first, serves another; refs promote and take back."""
     rows, problems = cross_replica.run(tmp_path, shm_folder, smollm2)
