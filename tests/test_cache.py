@@ -30,7 +30,7 @@ CHUNK = 64
 
 def wait_for(condition: Callable[[], bool]) -> None:
     """Until a background thread has done its part; fails after 5 s."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.002)

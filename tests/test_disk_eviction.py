@@ -108,7 +108,7 @@ def key_bytes(cache: TieredCache, key: ChunkKey) -> bytes:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.002)

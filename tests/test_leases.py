@@ -139,7 +139,7 @@ class TestHolder:
         with Lease.acquire(storage, "export"):
             name = names_in(storage)[0]
             first = storage.get(name, max_bytes=MAX)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 30
             while storage.get(name, max_bytes=MAX) == first and time.monotonic() < deadline:
                 time.sleep(0.01)
 

@@ -341,7 +341,7 @@ def test_waits_end_without_the_disk(start: Start) -> None:
     engine.cache.promoter.submit = lambda jobs: None  # type: ignore[method-assign]
     engine.planner._lookup_seconds = 0.05
 
-    engine.run(slow := request("b", tokens(200)), max_steps=1_000_000)
+    engine.run(slow := request("b", tokens(200)))
 
     assert slow.loaded_tokens == 0
     assert engine.planner.misses["promotion took longer than lookup_seconds"] == 1
@@ -478,7 +478,7 @@ def all_hashed(engine: ToyEngine) -> bool:
 
 def wait_for(condition: Callable[[], bool]) -> None:
     """Until a background thread has done its part; fails after 5 s."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.005)
