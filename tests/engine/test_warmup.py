@@ -87,6 +87,24 @@ def test_running_server(server: Server, prompts: Path, options: dict[str, Any], 
     assert imported.num_tokens == plan["store_tokens"]
 
 
+def test_reset_external_forgets_what_old_weights_computed(server: Server) -> None:
+    """A14: the route that goes with a weight update. What only DRAM held is unreachable, what comes after is kept."""
+    client = server.client()
+    prompt = random_prompt(910, 3 * BLOCK + 1)
+
+    def loaded() -> float:
+        assert client.reset_prefix_cache()
+        before = client.metrics().prompt_tokens()
+        client.complete(prompt, max_tokens=1)
+        after = client.metrics().prompt_tokens()
+        return sum(after.get(tier, 0) - before.get(tier, 0) for tier in ("host", "disk"))
+
+    client.complete(prompt, max_tokens=1)
+    assert client.reset_prefix_cache(external=True)
+
+    assert [loaded(), loaded()] == [0, 3 * BLOCK]
+
+
 def test_offline_engine_has_the_servers_identity(
     server: Server,
     tiny_model: Path,
@@ -126,21 +144,3 @@ def test_offline_engine_has_the_servers_identity(
     status = kvsnap_json("status", "--cache-dir", options["cache_dir"], runtime_dir=server.runtime_dir)
     assert len(status["namespaces"]) == 1
     assert status["engines"] == []
-
-
-def test_reset_external_forgets_what_old_weights_computed(server: Server) -> None:
-    """A14: the route that goes with a weight update. What only DRAM held is unreachable, what comes after is kept."""
-    client = server.client()
-    prompt = random_prompt(910, 3 * BLOCK + 1)
-
-    def loaded() -> float:
-        assert client.reset_prefix_cache()
-        before = client.metrics().prompt_tokens()
-        client.complete(prompt, max_tokens=1)
-        after = client.metrics().prompt_tokens()
-        return sum(after.get(tier, 0) - before.get(tier, 0) for tier in ("host", "disk"))
-
-    client.complete(prompt, max_tokens=1)
-    assert client.reset_prefix_cache(external=True)
-
-    assert [loaded(), loaded()] == [0, 3 * BLOCK]
