@@ -370,13 +370,12 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._guard.failed("reset_cache", error)
         if self._weights_can_change():
             self._guard.turn_off(
-                "the cache was reset where weights can change in place; restart, or declare weights_digest"
+                "the cache was reset where weights can change in place; restart to cache again"
             )
         return True
 
     def _weights_can_change(self) -> bool:
-        if (self._kv_transfer_config.kv_connector_extra_config or {}).get("weights_digest", "auto") != "auto":
-            return False
+        # A declared weights_digest makes no difference: it was declared of the weights before.
         in_place = getattr(self._vllm_config, "weight_transfer_config", None) is not None
         return in_place or bool(getattr(self._vllm_config.model_config, "enable_sleep_mode", False))
 

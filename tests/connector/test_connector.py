@@ -378,8 +378,10 @@ def test_a_reset_forgets(engine: Engine) -> None:
     assert engine.run(Request("b", PROMPT), SECOND) == 0
 
 
-def test_a_reset_where_weights_can_change_ends_it(engine: Engine) -> None:
-    """A14: neither tier can be told from another model's any more, except by the operator."""
+@pytest.mark.parametrize("digest", ["auto", "release-7"])
+def test_a_reset_where_weights_can_change_ends_it(engine: Engine, digest: str) -> None:
+    """A14: neither tier can be told from another model's any more; what was declared was said of the weights before."""
+    engine.extra["weights_digest"] = digest
     engine.config.weight_transfer_config = SimpleNamespace(backend="nccl")
     engine.start()
     engine.run(Request("a", PROMPT), FIRST)
