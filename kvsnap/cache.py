@@ -259,7 +259,6 @@ class TieredCache:
             self.residency.touch(chunk, hit=False)
             self._filling[slot, generation] = chunk
             self.counts["stores"] += 1
-            self.writer.wake()
             return slot, generation
 
     def fail(self, slot: int, generation: int) -> None:

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BUSY_TICK_S = 0.002
+_PENDING_TICK_S = 0.05
+"""Between looks at copies that are under way: they take a forward pass, which shares the cores
+with this thread, and the end of the step looks anyway. This is for an engine that falls idle."""
 _IDLE_TICK_S = 0.25
+_READS_TICK_S = 0.002
 _DIRECTORY_EVERY_S = 1.0
 _USAGE_EVERY_S = 60.0
 _PAUSE_S = (1.0, 5.0, 15.0, 60.0)
@@ -190,7 +193,7 @@ class Writer:
             except Exception as error:  # the thread must outlive any single failure
                 self._cache.counts["background_errors"] += 1
                 self._pause(f"background work failed: {error!r}")
-            self._event.wait(_BUSY_TICK_S if self._cache.has_pending_copies or self._unhashed else _IDLE_TICK_S)
+            self._event.wait(_PENDING_TICK_S if self._cache.has_pending_copies else _IDLE_TICK_S)
             self._event.clear()
 
     def _tick(self) -> None:
@@ -407,7 +410,7 @@ class Writer:
     def _let_reads_pass(self) -> None:
         deadline = time.monotonic() + _READS_FIRST_S
         while self._cache.promoter.num_pending and time.monotonic() < deadline and not self._flushes:
-            time.sleep(_BUSY_TICK_S)
+            time.sleep(_READS_TICK_S)
 
     def _pause(self, why: str) -> None:
         seconds = _PAUSE_S[min(self._failures, len(_PAUSE_S) - 1)]
