@@ -369,9 +369,7 @@ class KVSnapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._guard.turn_off(f"a reset failed, so old chunks might be answered: {error}")
             self._guard.failed("reset_cache", error)
         if self._weights_can_change():
-            self._guard.turn_off(
-                "the cache was reset where weights can change in place; restart to cache again"
-            )
+            self._guard.turn_off("the cache was reset where weights can change in place; restart to cache again")
         return True
 
     def _weights_can_change(self) -> bool:
