@@ -161,10 +161,6 @@ class ShardMap:
         """The shard is gone; returns how many chunks lost their place on disk, descendants elsewhere included."""
         return self.replace(shard_id, None)
 
-    def forget_all(self) -> int:
-        """The disk tier is empty; returns how many chunks it had."""
-        return sum(self.forget(shard_id) for shard_id in list(self._shards))
-
     # -- for eviction ----------------------------------------------------------------
 
     def sizes(self) -> list[ShardSize]:
