@@ -66,9 +66,9 @@ class Place:
         found = {"cache_dir": cache_dir, "dram": "6GiB", "dram_dir": str(self.shm / name), "disk": "16GiB"}
         return {**found, "lookup_seconds": 10, **more}
 
-    def server(self, name: str, connector: dict[str, Any] | None, host: str = "") -> Server:
+    def server(self, name: str, connector: dict[str, Any] | None, host: str = "", **env: str) -> Server:
         """A server; `name` also names its log."""
-        return Server(self.model, self.folder, connector=connector, name=f"{host}{name}")
+        return Server(self.model, self.folder, connector=connector, name=f"{host}{name}", env=env)
 
     def prompt(self, prefix: int, number: int) -> list[int]:
         """A prompt with the shared prefix `prefix` and an end of its own."""
@@ -159,8 +159,14 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def measure_control(place: Place) -> None:
-    """Batches of prompts that nobody has seen, to the two servers by turns."""
-    with place.server("with", place.options("host", dram="2GiB")) as ours, place.server("without", None) as theirs:
+    """Batches of prompts that nobody has seen, to the two servers by turns.
+
+    Both compute on all cores. By itself vLLM keeps one core free, and a second one where there is any connector:
+    on two cores it then keeps none, and would be twice as fast with one.
+    """
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    options = place.options("host", dram="2GiB")
+    with place.server("with", options, **cores) as ours, place.server("without", None, **cores) as theirs:
         for server in (ours, theirs):
             for i in range(2):
                 server.client().complete(place.prompts.unique(90_000 + i, CONTROL_TOKENS), max_tokens=2)

@@ -47,6 +47,8 @@ GIB = 1 << 30
 RATIO_BYTES = 3 * GIB
 LARGE_BYTES = 8 * GIB
 ROUNDS = 3
+EXPORT_ROUNDS = 7
+"""More: the speed of writing swings most."""
 KINDS: dict[str, Callable[[], Namespace]] = {"smollm2": smollm2, "32 MiB": llama_8b}
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -69,7 +71,7 @@ def measure_local(root: Path) -> None:
     for kind, make in KINDS.items():
         cache = root / "cache"
         nbytes = fill(cache, make(), chunks_for(make(), RATIO_BYTES))
-        export_ratios = [_export_round(root, cache) for _ in range(ROUNDS)]
+        export_ratios = [_export_round(root, cache) for _ in range(EXPORT_ROUNDS)]
         for prepare, state in ((forget, "disk"), (recall, "memory")):
             rounds = [_import_round(root, prepare) for _ in range(ROUNDS)]
             took, ratio = (statistics.median(column) for column in zip(*rounds, strict=True))
