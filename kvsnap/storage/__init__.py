@@ -21,6 +21,7 @@ from kvsnap.storage.base import (
     is_valid_name,
     validate_name,
 )
+from kvsnap.storage.limits import LimitStorage
 from kvsnap.storage.local import LocalStorage
 from kvsnap.storage.memory import MemoryStorage
 from kvsnap.storage.probe import probe_storage
@@ -31,6 +32,7 @@ from kvsnap.storage.s3_options import S3Options, parse_s3_url
 __all__ = [
     "Buffer",
     "Capabilities",
+    "LimitStorage",
     "LocalStorage",
     "MemoryStorage",
     "ObjectInfo",
@@ -76,5 +78,8 @@ def open_storage(
         return LocalStorage(Path(unquote(parts.path)))
     if parts.scheme == "s3":
         location, settings = parse_s3_url(url, options)
-        return RetryStorage(S3Storage(location, settings), settings.retry, sleep=sleep)
+        storage: Storage = S3Storage(location, settings)
+        if settings.max_rate is not None:
+            storage = LimitStorage(storage, settings.max_rate, sleep=sleep)
+        return RetryStorage(storage, settings.retry, sleep=sleep)
     raise ConfigError(f"URL {url} has scheme {parts.scheme!r}, expected a path, file:// or s3://")

@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PROGRESS_BYTES = 1 << 20
+"""A read that got so far since it broke off has every try before it again: large objects on slow links end, too."""
+
 
 def is_permanent(error: Exception) -> bool:
     """Whether doing the same again can't help. The only place that decides this."""
@@ -39,7 +42,7 @@ class RetryPolicy:
     """Bound of the first pause; it doubles each time."""
     longest_pause_s: float = 5.0
     deadline_s: float = 60.0
-    """No try begins later than this after the first one began."""
+    """No try begins later than this after the first one failed, however long that one took."""
 
 
 class RetryStorage(WrapperStorage):
@@ -146,12 +149,18 @@ class _Attempts:
     def __init__(self, storage: RetryStorage) -> None:
         self._storage = storage
         self._policy = storage._policy
-        self._started = time.monotonic()
+        self._failures = 0
+        self._failed_at = 0.0
+
+    def made_progress(self) -> None:
+        """What fails from now on is a new failure."""
         self._failures = 0
 
     def failed(self, error: StorageError, what: str) -> None:
         """Wait before the next try, or raise `error`: it is permanent, or enough is enough."""
         policy, storage = self._policy, self._storage
+        if not self._failures:
+            self._failed_at = time.monotonic()
         self._failures += 1
         if is_permanent(error) or self._failures >= policy.tries:
             raise error
@@ -159,7 +168,7 @@ class _Attempts:
         with storage._lock:
             pause = storage._rng.uniform(0, bound)
             storage.retries += 1
-        if time.monotonic() + pause - self._started > policy.deadline_s:
+        if time.monotonic() + pause - self._failed_at > policy.deadline_s:
             raise error
         log.debug("kvsnap: %s: try %d failed, next in %.2f s: %s", what, self._failures, pause, error)
         storage._sleep(pause)
@@ -174,6 +183,8 @@ class _RetryReader:
         self._offset = offset
         self._left = nbytes
         self._attempts = attempts
+        self._read = 0
+        """Bytes since the last failure"""
         self._stack = ExitStack()
         self._reader: Reader | None = None
 
@@ -196,7 +207,11 @@ class _RetryReader:
             except StorageError as error:
                 self.close()
                 self._attempts.failed(error, f"read {self._name}")
+                self._read = 0
                 continue
+            self._read += found
+            if self._read >= _PROGRESS_BYTES:
+                self._attempts.made_progress()
             self._offset += found
             if self._left is not None:
                 self._left -= found

@@ -10,15 +10,18 @@ from functools import cache
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from kvsnap.config import parse_size
 from kvsnap.errors import ConfigError
 from kvsnap.storage.base import is_valid_name
 from kvsnap.storage.retry import RetryPolicy
 
 MIB = 1 << 20
 GIB = 1 << 30
+MIN_RATE = 64 << 10
+"""Slower, and stores take the silence for a dead client."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", re.ASCII)
-_URL_KEYS = ("endpoint", "region", "profile", "addressing", "sse", "kms_key")
+_URL_KEYS = ("endpoint", "region", "profile", "addressing", "sse", "kms_key", "max_rate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,8 @@ class S3Options:
     """Larger objects go in parts (5 GiB is the most that S3 takes in one)."""
     part_bytes: int = 64 * MIB
     """Of one part, which is held in memory; raised where 10,000 parts would not do."""
+    max_rate: int | None = None
+    """Most bytes of shards per second, up and down each; None: as fast as it goes. As text, for example `50MiB`."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     def __post_init__(self) -> None:
@@ -56,6 +61,8 @@ class S3Options:
                 )
         if self.kms_key is not None and self.sse != "aws:kms":
             raise ConfigError(f"S3 option kms_key is given, but sse is {self.sse!r}; set sse to aws:kms")
+        if self.max_rate is not None and self.max_rate < MIN_RATE:
+            raise ConfigError(f"S3 option max_rate is {self.max_rate} bytes per second, expected at least {MIN_RATE}")
         if self.endpoint is not None and urlsplit(self.endpoint).scheme not in ("http", "https"):
             raise ConfigError(f"S3 endpoint {self.endpoint!r} is not valid; write http://host:port or https://host")
 
@@ -80,7 +87,7 @@ class S3Location:
 
 
 def parse_s3_url(url: str, options: Mapping[str, Any] | S3Options | None = None) -> tuple[S3Location, S3Options]:
-    """Take `s3://bucket/prefix?endpoint=…&region=…&profile=…&addressing=…&sse=…&kms_key=…` apart.
+    """Take `s3://bucket/prefix?endpoint=…&region=…&profile=…&addressing=…&sse=…&kms_key=…&max_rate=…` apart.
 
     `options` win over what the URL says.
 
@@ -107,6 +114,8 @@ def parse_s3_url(url: str, options: Mapping[str, Any] | S3Options | None = None)
     known = {item.name for item in fields(S3Options)}
     if unknown := sorted(found.keys() - known):
         raise ConfigError(f"unknown S3 option {unknown[0]}, expected one of {', '.join(sorted(known))}")
+    if "max_rate" in found:
+        found["max_rate"] = parse_size(found["max_rate"])
     location = S3Location(bucket=parts.netloc, prefix=prefix + "/" if prefix else "")
     return location, replace(base, **found)
 

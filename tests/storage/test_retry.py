@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError, StorageError
-from kvsnap.storage import MemoryStorage, RefusedError, RetryPolicy, RetryStorage, ShortReadError
+from kvsnap.storage import MemoryStorage, Reader, RefusedError, RetryPolicy, RetryStorage, ShortReadError
 from kvsnap.storage.retry import is_permanent
+from kvsnap.storage.wrapper import WrapperStorage
 from kvsnap.testing import Call, Fault, FaultyStorage, Rule
 
 
@@ -148,3 +151,38 @@ def test_chance_repeats_itself_with_its_seed() -> None:
 
     assert faults(1) == faults(1)
     assert faults(1) != faults(2)
+
+
+def test_a_long_read_has_every_try_before_it_again_once_it_got_on() -> None:
+    """A large object over a link that breaks now and then ends, too."""
+    size = 8 << 20
+    inner = MemoryStorage()
+    inner.put("x", bytes(size))
+
+    class BreaksEveryTwoMiB(WrapperStorage):
+        @contextmanager
+        def open_read(self, name: str, *, offset: int = 0, nbytes: int | None = None) -> Iterator[Reader]:
+            with super().open_read(name, offset=offset, nbytes=nbytes) as reader:
+                yield Breaking(reader)
+
+    class Breaking:
+        def __init__(self, reader: Reader) -> None:
+            self.reader, self.left = reader, 2 << 20
+
+        def readinto(self, buffer: memoryview, /) -> int:
+            if not self.left:
+                raise StorageError("connection reset")
+            found = self.reader.readinto(buffer[: min(self.left, 1 << 19)])
+            self.left -= found
+            return found
+
+    storage = RetryStorage(BreaksEveryTwoMiB(inner), RetryPolicy(tries=2), sleep=lambda seconds: None)
+
+    with storage.open_read("x") as reader:
+        buffer = memoryview(bytearray(size))
+        done = 0
+        while found := reader.readinto(buffer[done:]):
+            done += found
+
+    assert done == size
+    assert storage.retries == 4
