@@ -159,6 +159,8 @@ class Geometry:
     """Tokens in a full chunk; a multiple of the layout's block."""
     blocks_per_chunk: int = field(init=False)
     num_slices: int = field(init=False)
+    _chunk_bytes: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What `chunk_bytes` found so far: it is asked for each of many thousand chunks, which have few sizes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_slices", len(self.layout.slices))
@@ -185,8 +187,11 @@ class Geometry:
 
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of a chunk of `tokens` tokens, all slices padded: its range in a shard."""
-        blocks = self.blocks(tokens)
-        return sum(self.padded(i, blocks) for i in range(self.num_slices))
+        known = self._chunk_bytes.get(tokens)
+        if known is None:
+            blocks = self.blocks(tokens)
+            known = self._chunk_bytes[tokens] = sum(self.padded(i, blocks) for i in range(self.num_slices))
+        return known
 
     def tensor_shape(self, i: int, blocks: int) -> tuple[int, ...]:
         """Shape of slice i with `blocks` blocks: (blocks, layers, *page)."""
