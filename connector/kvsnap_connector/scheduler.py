@@ -216,11 +216,12 @@ class SchedulerHalf:
         def progress(done: int, in_all: int) -> None:
             took = max(time.monotonic() - started, 1e-6)
             self._log.info(
-                "kvsnap: preload: %d of %d MiB, %d %%, %.2f GB/s",
+                "kvsnap: preload: %d of %d MiB, %d %%, %.2f GB/s, %s left",
                 done // _MIB,
                 in_all // _MIB,
                 100 * done // max(in_all, 1),
                 done / took / 1e9,
+                f"about {(in_all - done) * took / done:.0f} s" if done else "all of it is",
             )
 
         chunks, nbytes = preload(self.cache, most, seconds, progress)

@@ -59,8 +59,8 @@ def main(verbose: bool) -> None:
     """Persistent KV cache snapshots for vLLM.
 
     A cache directory (DIR) is where engines keep the disk tier. A repository (URL: a
-    path or file://) is where snapshots are; URL@REF names one of them by a ref, an id
-    or the first 8 or more digits of an id.
+    path, file:// or s3://bucket/prefix) is where snapshots are; URL@REF names one of
+    them by a ref, an id or the first 8 or more digits of an id.
 
     \b
     Exit status of every command:

@@ -19,9 +19,9 @@ from kvsnap.storage import Storage, open_storage
 from kvsnap.storage.stoppable import StoppableStorage
 from kvsnap.transfer import Progress
 from kvsnap_jobs.options import (
-    DURATION,
     EXIT_FAILED,
     EXIT_PROBLEMS,
+    PACE,
     SIZE,
     cache_dir_option,
     json_option,
@@ -51,7 +51,7 @@ Once = Callable[[str | Storage, bool, Progress | None], ExportReport]
 )
 @click.option("--salted", is_flag=True, help="Also chunks of requests with a cache salt (they belong to a tenant).")
 @click.option(
-    "--every", "every_s", metavar="DURATION", type=DURATION,
+    "--every", "every_s", metavar="DURATION", type=PACE,
     help="Go on until SIGTERM, and export again after each DURATION (as 10m), give or take a fifth.",
 )  # fmt: skip
 @click.option("--no-flush", is_flag=True, help="Don't ask live engines to write their DRAM tier first.")

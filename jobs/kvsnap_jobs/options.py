@@ -64,9 +64,16 @@ class AgeType(click.ParamType[float]):
 
 
 class DurationType(click.ParamType[float]):
-    """Seconds: `90`, `120s`, `10m`, `1.5h`."""
+    """Seconds: `90`, `120s`, `10m`, `1.5h`.
+
+    Args:
+        is_pace: It is a pause between rounds, so none at all is refused.
+    """
 
     name = "duration"
+
+    def __init__(self, *, is_pace: bool = False) -> None:
+        self._is_pace = is_pace
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, int | float):
@@ -74,7 +81,10 @@ class DurationType(click.ParamType[float]):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", str(value).strip())
         if match is None:
             self.fail(f"{value!r} is no duration, expected for example 90, 120s, 10m or 1h", param, ctx)
-        return float(match[1]) * {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2]]
+        seconds = float(match[1]) * {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2]]
+        if self._is_pace and not seconds:
+            self.fail(f"{value!r} leaves no pause between rounds, expected for example 60s or 10m", param, ctx)
+        return seconds
 
 
 class ShareType(click.ParamType[float]):
@@ -95,6 +105,7 @@ class ShareType(click.ParamType[float]):
 
 AGE = AgeType()
 DURATION = DurationType()
+PACE = DurationType(is_pace=True)
 SHARE = ShareType()
 SIZE = SizeType()
 SNAPSHOT_URL = SnapshotUrlType()

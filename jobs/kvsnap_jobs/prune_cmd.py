@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from kvsnap.cache_prune import CachePruneReport, prune_cache
 from kvsnap_jobs.options import AGE, EXIT_FAILED, cache_dir_option, dram_dir_option, json_option
 from kvsnap_jobs.output import print_json, print_table, size_text, time_text
 from kvsnap_jobs.prune_repository_text import prune_url
 from kvsnap_jobs.repository_options import single_writer_option
+
+_OF_CACHES = ("unused_for_s", "dram_dir", "all_dram")
+_OF_REPOSITORIES = ("grace_s", "untagged_s", "single_writer")
 
 
 @click.command()
@@ -33,7 +37,9 @@ from kvsnap_jobs.repository_options import single_writer_option
 @click.option("--dry-run", is_flag=True, help="Show what would go; remove nothing.")
 @single_writer_option
 @json_option
+@click.pass_context
 def prune(
+    ctx: click.Context,
     url: str | None,
     cache_dir: Path | None,
     unused_for_s: float,
@@ -66,6 +72,10 @@ def prune(
     """
     if (url is None) == (cache_dir is None):
         raise click.UsageError("name either a repository (URL) or a cache directory (--cache-dir DIR)")
+    for name in _OF_CACHES if cache_dir is None else _OF_REPOSITORIES:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = next(param.opts[0] for param in ctx.command.params if param.name == name)
+            raise click.UsageError(f"{option} goes with {'--cache-dir' if cache_dir is None else 'a repository (URL)'}")
     if cache_dir is None:
         prune_url(
             url or "",
@@ -86,7 +96,7 @@ def prune(
     if report.failed:
         for path in report.failed:
             click.echo(f"kvsnap: {path} is still there: in use by now, or no permission", err=True)
-        click.get_current_context().exit(EXIT_FAILED)
+        ctx.exit(EXIT_FAILED)
 
 
 def _print_cache(report: CachePruneReport) -> None:

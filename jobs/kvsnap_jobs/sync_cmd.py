@@ -9,9 +9,9 @@ import click
 from kvsnap.rounds import Pace
 from kvsnap.snapshot_sync import SnapshotSync, SyncRound
 from kvsnap_jobs.options import (
-    DURATION,
     EXIT_FAILED,
     EXIT_PROBLEMS,
+    PACE,
     SIZE,
     SNAPSHOT_URL,
     cache_dir_option,
@@ -27,7 +27,7 @@ from kvsnap_jobs.trust_options import keys_to_trust, trust_options
 @cache_dir_option()
 @click.option("--follow", is_flag=True, help="Go on until SIGTERM, and import whatever REF names then.")
 @click.option(
-    "--interval", "interval_s", type=DURATION, default="60s", show_default=True,
+    "--interval", "interval_s", type=PACE, default="60s", show_default=True,
     help="With --follow: how often to ask what REF names, give or take a fifth; longer after failures.",
 )  # fmt: skip
 @click.option("--max-bytes", metavar="SIZE", type=SIZE, help="Most bytes of shards of a snapshot, the hottest first.")

@@ -1,0 +1,185 @@
+"""What comes back by itself: a store that was down, hot chunks that no engine wrote; and who goes first meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvsnap.cache import CacheOptions
+from kvsnap.config import Config
+from kvsnap.errors import StorageError
+from kvsnap.index import ABSENT
+from kvsnap.preload import hottest_on_disk
+from kvsnap.remote import RemoteSnapshot
+from kvsnap.repository import Repository, shard_name
+from kvsnap.shard import ChunkEntry
+from kvsnap.snapshot_export import export_snapshot
+from kvsnap_connector.scheduler import SchedulerHalf
+from tests.connector.toy_engine import ToyEngine, request
+from tests.disk_fakes import make_namespace
+
+CHUNK = 64
+MIB = 1 << 20
+
+Start = Callable[..., ToyEngine]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    engines: list[ToyEngine] = []
+    (tmp_path / "shm").mkdir()
+
+    def make(**kwargs: Any) -> ToyEngine:
+        engine = ToyEngine(make_namespace(), tmp_path / "cache", tmp_path / "shm", prefix_caching=False, **kwargs)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.kill()
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(50_000) for _ in range(count)]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.005)
+
+
+def test_a_store_that_was_down_is_asked_again(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B12: the breaker closes by itself; no restart."""
+    leader = start()
+    leader.run(request("a", tokens(4 * CHUNK)))
+    leader.stop()
+    export_snapshot(tmp_path / "cache", str(tmp_path / "repository"), tag="base")
+    opened = Repository.open(str(tmp_path / "repository"))
+    manifest = opened.manifest(opened.resolve("base"))
+    names = [shard_name(shard.digest) for shard in manifest.shards]
+    monkeypatch.setattr("kvsnap.remote._DOWN_S", 0.2)
+    (tmp_path / "other").mkdir()
+    replica = ToyEngine(make_namespace(), tmp_path / "replica", tmp_path / "other", slots=16, prefix_caching=False)
+    remote = replica.cache.remote = RemoteSnapshot(opened.storage, names, opened.catalog(manifest))
+    calls = 0
+
+    def fail(*args: object) -> int:
+        nonlocal calls
+        calls += 1
+        raise StorageError("the object store is down")
+
+    try:
+        with monkeypatch.context() as down:
+            down.setattr(opened.storage, "read_into", fail)
+            while time.monotonic() >= remote._down_until:
+                replica.run(cold := request(f"cold {calls}", [*tokens(4 * CHUNK), calls], wants_store=False))
+                assert cold.loaded_tokens == 0
+        wait_for(lambda: time.monotonic() >= remote._down_until)
+        replica.run(warm := request("warm", [*tokens(4 * CHUNK), 7]))
+    finally:
+        replica.kill()
+
+    assert calls >= 3
+    assert warm.loaded_tokens == 4 * CHUNK
+
+
+def test_hot_chunks_that_were_never_written_are_soon_after_an_attach(start: Start) -> None:
+    """Killed before its writer came to it, as after `kill -9`; the next engine needs no request for it."""
+    first = start(options=CacheOptions(persist="none"))
+    first.run(request("a", tokens(3 * CHUNK + 1)), request("cold", tokens(CHUNK + 1, 1)))
+    wait_for(lambda: not first.cache.has_pending_copies)
+    first.run(hit := request("b", tokens(3 * CHUNK + 1)))
+    assert hit.loaded_tokens == 3 * CHUNK
+    wait_for(lambda: all(chunk.dram_xxh3 for chunk in first.cache.residency.index))
+    first.kill()
+
+    second = start(options=CacheOptions(shard_seconds=0.05))
+    wait_for(lambda: second.cache.counts["written_chunks"] >= 3)
+
+    assert second.cache.counts["attach_found"] == 4
+    assert second.cache.counts["written_chunks"] == 3  # not the one that nobody hit
+
+
+def test_a_request_goes_before_what_a_preload_has_queued(start: Start, tmp_path: Path) -> None:
+    """`preload: background`: its own chunks are the next to be read, wherever they stand in the queue."""
+    engine = start(slots=32)
+    for seed in range(8):
+        engine.run(request(f"r{seed}", tokens(2 * CHUNK + 1, seed)))
+    engine.stop()
+    for file in (tmp_path / "shm").iterdir():
+        file.unlink()
+    second = start(slots=32, options=CacheOptions(num_readers=1))
+    assert second.disk is not None
+    gate, began = threading.Event(), threading.Event()
+    order: list[bytes] = []
+    read_chunk = second.disk.read_chunk
+
+    def recorded(shard: str, entry: ChunkEntry, views: list[memoryview]) -> bool:
+        order.append(bytes(entry.key))
+        began.set()
+        assert gate.wait(30)
+        return read_chunk(shard, entry, views)
+
+    second.disk.read_chunk = recorded  # type: ignore[assignment, method-assign]
+    wanted = hottest_on_disk(second.cache, 1 << 30)
+    assert len(wanted) == 16
+    assert {chunk.state for chunk in wanted} == {ABSENT}
+    second.cache.promoter.later(wanted)
+    assert began.wait(30)
+    last = next(seed for seed in range(8) if _keys(second, seed)[-1] == bytes(wanted[-1].key))
+
+    second.submit(req := request("urgent", tokens(2 * CHUNK + 1, last)))
+    second.step()
+    gate.set()
+    second.run()
+    wait_for(lambda: not second.cache.promoter.num_later)
+
+    assert req.loaded_tokens == 2 * CHUNK
+    assert order[1:3] == _keys(second, last)
+    assert sorted(order) == sorted(bytes(chunk.key) for chunk in wanted)
+
+
+def _keys(engine: ToyEngine, seed: int) -> list[bytes]:
+    from kvsnap.keys import KeyChain, root_key
+
+    ns = engine.namespace
+    chain = KeyChain(root_key(ns.identity.hash(), ns.chunk_tokens), ns.chunk_tokens, ns.layout.block_tokens)
+    chain.extend(tokens(2 * CHUNK, seed))
+    return [bytes(key) for key in chain.keys]
+
+
+@pytest.mark.parametrize(("done", "left"), [(0, "all of it is left"), (10, "about")])
+def test_a_preload_says_what_remains(
+    done: int, left: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def preload(cache: object, budget: int, seconds: float, progress: Callable[[int, int], None]) -> tuple[int, int]:
+        progress(done * MIB, 40 * MIB)
+        return 0, 0
+
+    monkeypatch.setattr("kvsnap_connector.scheduler.preload", preload)
+    half: Any = SimpleNamespace(
+        _config=Config.parse({"dram": "64MiB"}),
+        _num_engines=1,
+        _log=logging.getLogger("kvsnap"),
+        cache=SimpleNamespace(disk=object(), promoter=SimpleNamespace(num_later=0)),
+    )
+    caplog.set_level(logging.INFO)
+
+    SchedulerHalf._preload(half)
+
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"{done} of 40 MiB, {100 * done // 40} %" in line
+    assert "GB/s" in line
+    assert left in line
+    assert line.endswith("left")
