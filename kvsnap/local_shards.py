@@ -185,11 +185,6 @@ def is_plain(scope: str) -> bool:
     return all(part in ("", "mm") for part in scope.split(","))
 
 
-def is_salted(scope: str) -> bool:
-    """Whether chunks of this scope belong to one tenant."""
-    return "salted" in scope.split(",")
-
-
 def live_entries(ns: Namespace, shards: tuple[LocalShard, ...]) -> tuple[dict[ChunkKey, tuple[int, ChunkEntry]], int]:
     """The chunks that have a full chain of parents, parents first, each with the position of a shard that holds it.
 

@@ -113,7 +113,7 @@ def prune_repository(
         CorruptChunkError: a manifest or a ref is damaged, so what it needs isn't known. Nothing is deleted.
         IncompatibleError: it needs a later kvsnap. Nothing is deleted.
     """
-    repository = Repository.open(url, operation="delete", single_writer=single_writer)
+    repository = Repository.open(url, operation="delete", single_writer=single_writer or dry_run)
     report = PruneReport(url=repository.url, dry_run=dry_run)
     with ExitStack() as stack:
         lease = None

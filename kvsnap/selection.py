@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsnap.keys import ChunkKey
 from kvsnap.known import KnownChunks, StoredShard
-from kvsnap.local_shards import LocalShard, is_salted, live_entries
+from kvsnap.local_shards import LocalShard, is_plain, live_entries
 from kvsnap.namespace import Namespace
 from kvsnap.plan import I64, choose_shards, heat_order
 from kvsnap.shard import ChunkEntry
@@ -71,10 +71,10 @@ def select_chunks(
             hours. With their ancestors.
         max_bytes: Most bytes of all shards together; the hottest first, with `recent`
             the latest used first.
-        include_salted: Also chunks of salted requests.
+        include_salted: Also chunks that not every request may use: of salted requests, and of adapters.
         now: Unix time [s]
     """
-    offered = tuple(shard for shard in shards if include_salted or not is_salted(shard.header.scope))
+    offered = tuple(shard for shard in shards if include_salted or is_plain(shard.header.scope))
     num_salted = sum(len(shard.header.chunks) for shard in shards) - sum(len(s.header.chunks) for s in offered)
     live, num_broken = live_entries(ns, offered)
     rows = [(i, entry, *_usage_of(entry.key, usage, offered[i])) for i, entry in live.values()]

@@ -537,6 +537,11 @@ class TestSingleWriter:
                 act()
         assert verify_snapshot(careless, "prod").is_good
 
+    def test_a_dry_run_needs_no_promise(self, careless: TimedStorage, cache: Path, ns: Namespace) -> None:
+        export_snapshot(cache, careless, tag="prod", single_writer=True)
+
+        assert prune_repository(careless, dry_run=True).deleted_objects == 0
+
     def test_what_a_killed_probe_left_is_no_foreign_object(
         self, storage: TimedStorage, cache: Path, ns: Namespace
     ) -> None:

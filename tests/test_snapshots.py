@@ -163,8 +163,11 @@ class TestExport:
 
         assert export_snapshot(cache, str(repo)).num_broken == 1
 
-    def test_salted_chunks_stay_out_unless_asked_for(self, cache: Path, ns: Namespace, repo: Path) -> None:
-        store(cache, ns, chain(ns, prompt(1, 128), salt="tenant"), scope="salted")
+    @pytest.mark.parametrize("scope", ["salted", "lora:0badc0de", "lora:0badc0de,mm,salted"])
+    def test_chunks_of_tenants_and_adapters_stay_out_unless_asked_for(
+        self, scope: str, cache: Path, ns: Namespace, repo: Path
+    ) -> None:
+        store(cache, ns, chain(ns, prompt(1, 128), salt="tenant"), scope=scope)
 
         plain = export_snapshot(cache, str(repo))
         everything = export_snapshot(cache, str(repo), include_salted=True)

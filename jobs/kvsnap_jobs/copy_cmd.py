@@ -7,15 +7,15 @@ import click
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.repository import split_snapshot_url
 from kvsnap.repository_copy import THREADS, copy_snapshots
-from kvsnap_jobs.options import json_option
+from kvsnap_jobs.options import REPOSITORY_URL, TAG, json_option
 from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
 from kvsnap_jobs.repository_options import dry_run_option, single_writer_option
 
 
 @click.command()
 @click.argument("source", metavar="URL[@REF]")
-@click.argument("target", metavar="URL")
-@click.option("--tag", metavar="NAME", help="Ref of the target that names the snapshot afterwards.")
+@click.argument("target", metavar="URL", type=REPOSITORY_URL)
+@click.option("--tag", metavar="NAME", type=TAG, help="Ref of the target that names the snapshot afterwards.")
 @click.option(
     "--threads", metavar="N", type=click.IntRange(1, 64), default=THREADS, show_default=True, help="Shards at once."
 )

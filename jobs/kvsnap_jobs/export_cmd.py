@@ -22,7 +22,9 @@ from kvsnap_jobs.options import (
     EXIT_FAILED,
     EXIT_PROBLEMS,
     PACE,
+    REPOSITORY_URL,
     SIZE,
+    TAG,
     cache_dir_option,
     json_option,
     namespace_option,
@@ -38,9 +40,11 @@ Once = Callable[[str | Storage, bool, Progress | None], ExportReport]
 
 @click.command()
 @cache_dir_option()
-@click.option("--to", "url", metavar="URL", required=True, help="The repository; made if nothing is there.")
+@click.option(
+    "--to", "url", metavar="URL", type=REPOSITORY_URL, required=True, help="The repository; made if nothing is there."
+)
 @namespace_option
-@click.option("--tag", metavar="NAME", help="Make this ref name the snapshot. Without, no ref moves.")
+@click.option("--tag", metavar="NAME", type=TAG, help="Make this ref name the snapshot. Without, no ref moves.")
 @click.option("--max-bytes", metavar="SIZE", type=SIZE, help="Most bytes of shards, the hottest first.")
 @click.option(
     "--select",
@@ -49,7 +53,7 @@ Once = Callable[[str | Storage, bool, Progress | None], ExportReport]
     show_default=True,
     help="Which chunks: all; hot: those that were hit; recent: those used in the last 24 hours.",
 )
-@click.option("--salted", is_flag=True, help="Also chunks of requests with a cache salt (they belong to a tenant).")
+@click.option("--salted", is_flag=True, help="Also chunks of tenants (requests with a cache salt) and LoRA adapters.")
 @click.option(
     "--every", "every_s", metavar="DURATION", type=PACE,
     help="Go on until SIGTERM, and export again after each DURATION (as 10m), give or take a fifth.",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 
 from kvsnap.listing import list_snapshots
-from kvsnap_jobs.options import EXIT_PROBLEMS, json_option
+from kvsnap_jobs.options import EXIT_PROBLEMS, REPOSITORY_URL, json_option
 from kvsnap_jobs.output import print_json, print_table, size_text
 
 
 @click.command("list")
-@click.argument("url", metavar="URL")
+@click.argument("url", metavar="URL", type=REPOSITORY_URL)
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, url: str, as_json: bool) -> None:

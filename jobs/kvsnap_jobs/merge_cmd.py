@@ -6,7 +6,7 @@ import click
 
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.snapshot_merge import merge_snapshots
-from kvsnap_jobs.options import SNAPSHOT_URL, json_option
+from kvsnap_jobs.options import SNAPSHOT_URL, TAG, json_option
 from kvsnap_jobs.output import print_facts, print_json, size_text
 from kvsnap_jobs.repository_options import single_writer_option
 
@@ -14,7 +14,7 @@ from kvsnap_jobs.repository_options import single_writer_option
 @click.command()
 @click.argument("first", metavar="URL@REF", type=SNAPSHOT_URL)
 @click.argument("others", metavar="@REF…", nargs=-1, required=True)
-@click.option("--tag", metavar="NAME", help="Make this ref name the merged snapshot.")
+@click.option("--tag", metavar="NAME", type=TAG, help="Make this ref name the merged snapshot.")
 @single_writer_option
 @json_option
 def merge(first: tuple[str, str], others: tuple[str, ...], tag: str | None, single_writer: bool, as_json: bool) -> None:

@@ -11,8 +11,9 @@ import click
 
 from kvsnap.config import parse_size
 from kvsnap.errors import ConfigError
-from kvsnap.repository import split_snapshot_url
+from kvsnap.repository import ref_name, split_snapshot_url
 from kvsnap.status import DRAM_DIR
+from kvsnap.storage import open_storage
 
 EXIT_FAILED = 1
 EXIT_PROBLEMS = 3
@@ -32,6 +33,22 @@ class SizeType(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
+class RepositoryUrlType(click.ParamType[str]):
+    """`URL` of a repository: a path, `file://` or `s3://`, without a snapshot."""
+
+    name = "url"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            url, ref = split_snapshot_url(value)
+            open_storage(value)  # looks at the URL alone
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        if ref is not None and not Path(value).exists():
+            self.fail(f"{value} names a snapshot, expected a repository alone, for example {url}", param, ctx)
+        return str(value)
+
+
 class SnapshotUrlType(click.ParamType[tuple[str, str]]):
     """`URL@REF` as a pair."""
 
@@ -42,11 +59,25 @@ class SnapshotUrlType(click.ParamType[tuple[str, str]]):
             return value
         try:
             url, ref = split_snapshot_url(value)
+            open_storage(url)  # looks at the URL alone
         except ConfigError as error:
             self.fail(str(error), param, ctx)
         if ref is None:
             self.fail(f"{value} names no snapshot, expected URL@REF", param, ctx)
         return url, ref
+
+
+class TagType(click.ParamType[str]):
+    """The name of a ref."""
+
+    name = "ref"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            ref_name(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
 
 
 class AgeType(click.ParamType[float]):
@@ -106,9 +137,11 @@ class ShareType(click.ParamType[float]):
 AGE = AgeType()
 DURATION = DurationType()
 PACE = DurationType(is_pace=True)
+REPOSITORY_URL = RepositoryUrlType()
 SHARE = ShareType()
 SIZE = SizeType()
 SNAPSHOT_URL = SnapshotUrlType()
+TAG = TagType()
 
 
 def cache_dir_option(*, required: bool = True) -> Callable[[F], F]:

@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from kvsnap.cache_prune import CachePruneReport, prune_cache
-from kvsnap_jobs.options import AGE, EXIT_FAILED, cache_dir_option, dram_dir_option, json_option
+from kvsnap_jobs.options import AGE, EXIT_FAILED, REPOSITORY_URL, cache_dir_option, dram_dir_option, json_option
 from kvsnap_jobs.output import print_json, print_table, size_text, time_text
 from kvsnap_jobs.prune_repository_text import prune_url
 from kvsnap_jobs.repository_options import single_writer_option
@@ -18,7 +18,7 @@ _OF_REPOSITORIES = ("grace_s", "untagged_s", "single_writer")
 
 
 @click.command()
-@click.argument("url", metavar="[URL]", required=False)
+@click.argument("url", metavar="[URL]", type=REPOSITORY_URL, required=False)
 @cache_dir_option(required=False)
 @click.option(
     "--unused-for", "unused_for_s", type=AGE, default="30d", show_default=True, metavar="AGE",

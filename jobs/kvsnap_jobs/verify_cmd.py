@@ -94,7 +94,9 @@ def verify(
         for note in report.notes:
             click.echo(f"note: {note}")
         verdict = "good" if report.is_good else f"{len(report.problems)} problems"
-        text = f"{verdict}: {report.num_shards} shards, {report.num_chunks} chunks"
+        text = f"{verdict}: {report.num_shards} shards"
+        if report.num_chunks or not quick:  # headers aren't opened for a quick look at a cache directory
+            text += f", {report.num_chunks} chunks"
         if report.read_chunks:
             text += f", {report.read_chunks} of them read ({size_text(report.read_bytes)})"
         if report.depth == "sample":

@@ -29,6 +29,8 @@ from kvsnap_jobs.options import (
     DURATION,
     EXIT_FAILED,
     EXIT_PROBLEMS,
+    REPOSITORY_URL,
+    TAG,
     cache_dir_option,
     json_option,
     namespace_option,
@@ -131,8 +133,14 @@ class CountBar:
     "(needs VLLM_SERVER_DEV_MODE=1 there; always done with --model).",
 )  # fmt: skip
 @cache_dir_option(required=False)
-@click.option("--export", "export_url", metavar="URL", help="Then export the cache directory to this repository.")
-@click.option("--tag", metavar="NAME", help="With --export: make this ref name the snapshot.")
+@click.option(
+    "--export",
+    "export_url",
+    metavar="URL",
+    type=REPOSITORY_URL,
+    help="Then export the cache directory to this repository.",
+)
+@click.option("--tag", metavar="NAME", type=TAG, help="With --export: make this ref name the snapshot.")
 @namespace_option
 @click.option("--engine-log", type=click.Path(path_type=Path, dir_okay=False), help="With --model: where vLLM logs.")
 @click.option("--dry-run", is_flag=True, help="Only tokenise; say what would be computed and stored.")

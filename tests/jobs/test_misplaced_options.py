@@ -44,6 +44,40 @@ def test_prune_of_a_cache_takes_no_option_of_a_repository(option: tuple[str, ...
     assert f"{option[0]} goes with a repository" in result.stderr
 
 
+@pytest.mark.parametrize("url", ["", "http://host/repo", "s3://", "s3://bucket/a?colour=red", "s3://bucket/a/../b"])
+def test_a_url_that_makes_no_sense_is_wrong_usage(url: str, tmp_path: Path) -> None:
+    """Seen before anything is read or made, also where a snapshot is named in it."""
+    (tmp_path / "cache").mkdir()
+    for command in (
+        ("export", "--cache-dir", tmp_path / "cache", "--to", url),
+        ("list", url),
+        ("prune", url),
+        ("copy", f"{tmp_path}/repo@prod", url),
+        ("import", f"{url}@prod", "--cache-dir", tmp_path / "cache"),
+        ("verify", f"{url}@prod"),
+    ):
+        assert run(*command).exit_code == 2, command
+
+
+def test_a_repository_is_not_a_snapshot(tmp_path: Path) -> None:
+    """Else `export --to URL@prod` would make a directory of that name and move no ref."""
+    (tmp_path / "cache").mkdir()
+    result = run("export", "--cache-dir", tmp_path / "cache", "--to", f"{tmp_path}/repo@prod")
+
+    assert result.exit_code == 2
+    assert "names a snapshot, expected a repository alone" in result.stderr
+    assert not list(tmp_path.glob("repo*"))
+
+
+@pytest.mark.parametrize("tag", ["a/../b", "", "-x", "0" * 64])
+def test_a_ref_that_makes_no_sense_is_wrong_usage(tag: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    result = run("export", "--cache-dir", tmp_path / "cache", "--to", tmp_path / "repo", "--tag", tag)
+
+    assert result.exit_code == 2
+    assert "ref name" in result.stderr
+
+
 def test_help_names_every_kind_of_repository() -> None:
     words = " ".join(run("--help").stdout.split())
 
