@@ -182,11 +182,12 @@ class Repository:
             raise NotFoundError(f"there is no kvsnap repository at {self.url}: kvsnap.json is missing") from None
         marker = decode_marker(data, self.url)
         check_marker(marker, operation, self.url)
+        found = Capabilities.from_json(marker.get("store"))
+        self.storage.use(found)  # to read, too: one that ignores ranges sends whole objects, to be skipped into
         if operation in ("write", "delete"):
-            self._check_store(Capabilities.from_json(marker.get("store")), single_writer=single_writer)
+            self._check_store(found, single_writer=single_writer)
 
     def _check_store(self, found: Capabilities, *, single_writer: bool) -> None:
-        self.storage.use(found)
         lacking = [name for name in ("conditional_create", "conditional_replace") if not getattr(found, name)]
         if not lacking:
             return

@@ -18,6 +18,7 @@ from kvsnap.storage import open_storage
 from kvsnap_jobs.cli import main
 from tests.repository_fakes import check_whole, names_in, reachable
 from tests.snapshot_fakes import chain, chunks_at, filled_cache, prompt, store
+from tests.storage.fake_s3 import BUCKET, fake_s3
 from tests.storage.s3_servers import client_of, make_buckets, ministack_server, rclone_server
 
 pytest.importorskip("boto3")
@@ -427,3 +428,16 @@ class TestRclone(AllCommands):
     @pytest.fixture
     def server(self, rclone: Server) -> Server:
         return rclone
+
+
+def test_a_store_that_ignores_ranges_is_read_all_the_same(cache: Path, ns: Namespace, tmp_path: Path) -> None:
+    """The probe found it out and recorded it; readers must know, too."""
+    with fake_s3(ranges=False) as state:
+        url = f"s3://{BUCKET}/p?endpoint={state.endpoint}"
+        run("export", "--cache-dir", cache, "--to", url, "--tag", "prod")
+
+        for depth in ((), ("--sample", "50%"), ("--read-data",)):
+            run("verify", f"{url}@prod", *depth)
+        run("import", f"{url}@prod", "--cache-dir", tmp_path / "part", "--max-bytes", "60KiB")
+
+    assert chunks_at(tmp_path / "part", ns).items() < chunks_at(cache, ns).items()
