@@ -151,8 +151,14 @@ class CudaDevice:
         return CudaStream(self._torch.cuda.Stream(self._device))
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """See `Device.buffer`. Comes zeroed, from torch's own pool."""
-        return self._torch.zeros(nbytes, dtype=self._torch.uint8, device=self._device)
+        """See `Device.buffer`. Comes zeroed, from torch's own pool.
+
+        That pool knows only the stream that asked: other streams may use what it gives once
+        the zeroing, and whatever that stream still did with the memory before, are over.
+        """
+        memory = self._torch.zeros(nbytes, dtype=self._torch.uint8, device=self._device)
+        self._torch.cuda.current_stream(self._device).synchronize()
+        return memory
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`."""
@@ -189,7 +195,7 @@ class CudaDevice:
             yield
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
-        host = self._torch.tensor(block_ids, dtype=self._torch.int64).pin_memory()
+        host = self._torch.tensor(block_ids, dtype=self._torch.int64, device="cpu").pin_memory()
         return host.to(self._device, non_blocking=True)
 
     def _host(self, area: Bytes) -> torch.Tensor:

@@ -8,6 +8,7 @@ the bounds stays pageable and works.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Protocol
 
 PIECE_BYTES = 1 << 30
 PIN_SECONDS = 120.0
+_SLOW_BYTES_PER_SECOND = 1 << 30
+_SLOT_ALIGN = 4096
 _READ_WRITE_PAGES = 23  # MADV_POPULATE_WRITE
 _PREFERRED = 1  # MPOL_PREFERRED
 _MOVE = 2  # MPOL_MF_MOVE
@@ -74,27 +77,34 @@ def pin_region(
     max_bytes: int,
     max_seconds: float = PIN_SECONDS,
     piece_bytes: int = PIECE_BYTES,
+    page_bytes: int = mmap.PAGESIZE,
     clock: Callable[[], float] = time.monotonic,
 ) -> Pinned:
     """Pin slots from the first on, until a bound is met or the system refuses.
 
-    Pieces end between slots: the device can't copy across two pinned ranges at once.
+    Pieces end between slots: the device can't copy across two pinned ranges at once. They
+    end between pages too, which are larger than a slot's alignment on some machines: no page
+    can be pinned twice. Where no slot ends there it is one piece.
     """
     started = clock()
     addresses: list[int] = []
     done = 0
     why: str | None = None
     why_not_placed: str | None = None
-    per_piece = max(1, piece_bytes // slot_bytes)
+    wish = max(1, piece_bytes // slot_bytes)
     while done < num_slots:
-        count = min(per_piece, num_slots - done, (max_bytes - done * slot_bytes) // slot_bytes)
+        start = address + done * slot_bytes
+        counts = range(wish, wish + max(1, page_bytes // _SLOT_ALIGN))
+        ends_page = (count for count in counts if (start + count * slot_bytes) % page_bytes == 0)
+        count = next(ends_page, int(max_seconds * _SLOW_BYTES_PER_SECOND) // slot_bytes)
+        count = min(count, num_slots - done, (max_bytes - done * slot_bytes) // slot_bytes)
         if count <= 0:
             why = f"no more than {max_bytes >> 20} MiB are pinned"
             break
         if clock() - started >= max_seconds:
             why = f"it takes longer than {max_seconds:.0f} s"
             break
-        start, nbytes = address + done * slot_bytes, count * slot_bytes
+        nbytes = count * slot_bytes
         if node is not None and why_not_placed is None:
             why_not_placed = pinner.place(start, nbytes, node)
         why = pinner.pin(start, nbytes)
@@ -111,9 +121,13 @@ class CudaPinner:
     def __init__(self, maps: Path = Path("/proc/self/maps")) -> None:
         self._runtime: ctypes.CDLL | None = None
         self._libc = ctypes.CDLL(None, use_errno=True)
-        found = {line.split()[-1] for line in maps.read_text().splitlines() if "libcudart" in line}
-        if found:
-            self._runtime = ctypes.CDLL(sorted(found)[0])
+        found = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "libcudart" in line}
+        for path in sorted(found):
+            try:
+                self._runtime = ctypes.CDLL(path)
+                break
+            except OSError:
+                continue  # replaced on disk since, or not a library
 
     def place(self, address: int, nbytes: int, node: int) -> str | None:
         """See `Pinner.place`."""
@@ -148,7 +162,9 @@ def place_on_node(libc: ctypes.CDLL, address: int, nbytes: int, node: int) -> st
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"not known how on {platform.machine()}"
-    start, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    start, size = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
     if libc.madvise(start, size, _READ_WRITE_PAGES) != 0:
         return f"madvise answers errno {ctypes.get_errno()}"
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)

@@ -8,6 +8,7 @@ allow on a GPU now and then, happens here often.
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -86,7 +87,12 @@ class SimDevice:
         if nbytes > self.memory:
             raise torch.OutOfMemoryError("no device memory")
         self.memory -= nbytes
-        return torch.full((nbytes,), 0xCD, dtype=torch.uint8)
+        buffer = torch.full((nbytes,), 0xCD, dtype=torch.uint8)
+        weakref.finalize(buffer, self._take_back, nbytes)
+        return buffer
+
+    def _take_back(self, nbytes: int) -> None:
+        self.memory += nbytes
 
     def free_bytes(self) -> int:
         return self.memory

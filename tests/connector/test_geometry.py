@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvsnap_connector.compat import Unsupported, locate_rank, wanted_layout
-from kvsnap_connector.pages import BlockView, PagePlaces
+from kvsnap_connector.pages import BlockView, PagePlaces, check_places, page_shape
 from tests.connector.fakes import (
     Backend,
     CacheConfig,
@@ -199,6 +199,24 @@ def test_an_attention_backend_that_nobody_has_looked_at_is_declined(backend: str
         view_of(*make_cuda_cache("LBHNC"), backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("first", "step", "block_stride", "page"),
+    [(0, 32, 64, 24), (0, 40, 96, 32), (0, 32, 72, 32), (8, 32, 64, 32), (4100, 48, 96, 32), (32, 32, 64, 32)],
+    ids=["odd pages", "odd layers", "odd blocks", "odd start", "all", "later start"],
+)
+def test_elements_are_as_wide_as_every_address_allows(first: int, step: int, block_stride: int, page: int) -> None:
+    """One number that is forgotten shifts all that follows by bytes."""
+    memory = torch.randint(0, 256, (first + 8 * block_stride + 3,), dtype=torch.uint8)
+    places = PagePlaces(offsets=(first, first + step), block_strides=(block_stride,) * 2, num_blocks=8, page_bytes=page)
+    view = BlockView(memory, places)
+    buffer = torch.zeros(2 * view.block_bytes, dtype=torch.uint8)
+
+    view.gather(torch.tensor([7, 2]), buffer)
+
+    starts = [first + layer * step + block * block_stride for block in (7, 2) for layer in (0, 1)]
+    assert torch.equal(buffer, torch.cat([memory[start : start + page] for start in starts]))
+
+
 def test_a_thread_of_its_own_may_write_what_vllm_made_for_inference() -> None:
     """vLLM works in inference mode, which is a thread's; in-place writes from outside it raise."""
     with torch.inference_mode():
@@ -219,6 +237,56 @@ def test_layers_at_unequal_distances_are_declined() -> None:
 
     with pytest.raises(Unsupported, match="expected one distance"):
         BlockView(next(iter(caches.values())), odd)
+
+
+def _places(**values: Any) -> PagePlaces:
+    given: dict[str, Any] = {"offsets": (0, 32), "block_strides": (64, 64), "num_blocks": 4, "page_bytes": 32}
+    return PagePlaces(**given | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"block_strides": (64, 128)}, "layers whose blocks lie"),
+        ({"offsets": (32, 0)}, "expected one distance"),
+        ({"offsets": (0, 0)}, "expected one distance"),
+    ],
+)
+def test_places_that_one_view_cannot_describe_are_declined(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        BlockView(torch.zeros(1024, dtype=torch.uint8), _places(**values))
+
+
+@pytest.mark.parametrize("values", [{"num_blocks": 5}, {"block_strides": (24, 24)}], ids=["too many", "overlapping"])
+def test_blocks_that_do_not_fit_are_declined(values: dict[str, Any]) -> None:
+    """Bytes past the end are somebody else's memory."""
+    memory = torch.zeros(4 * 64, dtype=torch.uint8)
+
+    check_places([memory, memory[32:]], _places())
+    with pytest.raises(Unsupported, match="smaller than its blocks"):
+        check_places([memory, memory[32:]], _places(**values))
+
+
+def test_shapes_that_are_not_understood_are_declined() -> None:
+    memory = torch.zeros(4096, dtype=torch.int8)
+    whole = torch.as_strided(memory, [6, 2, 4, 2], [16, 8, 2, 1])
+    gaps = torch.as_strided(memory, [6, 2, 4, 2], [24, 8, 2, 1])
+
+    assert page_shape(whole, 32, 3) == ((2, 2, 4, 2), "2xHNC")
+    with pytest.raises(Unsupported, match="for 4 blocks is not understood"):
+        page_shape(whole, 24, 4)
+    with pytest.raises(Unsupported, match="not understood"):
+        page_shape(whole[0], 32, 1)
+    with pytest.raises(Unsupported, match="kernel blocks with gaps"):
+        page_shape(gaps, 48, 3)
+
+
+def test_a_cache_on_the_host_is_declined() -> None:
+    cache_config, caches = make_cuda_cache("LBHNC")
+    cache_config.kv_cache_tensors[0].host_resident = True
+
+    with pytest.raises(Unsupported, match="live on the host"):
+        view_of(cache_config, caches)
 
 
 def test_layers_in_several_allocations_are_declined() -> None:

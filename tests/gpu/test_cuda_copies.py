@@ -11,9 +11,10 @@ import time
 import pytest
 import torch
 
+from kvsnap_connector.cuda_streams import CudaDevice
 from kvsnap_connector.cuda_worker import CudaWorkerHalf
 from kvsnap_connector.metadata import CopyOp, StepPlan
-from tests.gpu.paged import ORDERS, PADDED, SHAPES, PagedCache, Shape, chunk_ops, rank
+from tests.gpu.paged import LLAMA_8B, ORDERS, PADDED, SHAPES, PagedCache, Shape, chunk_ops, rank
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +22,7 @@ pytestmark = [
 ]
 
 CHUNKS = 3
+LARGE_BYTES = 36 << 30
 
 
 def settle(half: CudaWorkerHalf) -> set[str]:
@@ -89,14 +91,17 @@ def test_steps_that_read_and_overwrite_blocks_beside_it(order: str) -> None:
     cache = PagedCache(shape, order, num_blocks=64)
     busy = torch.randn(4096, 4096, device="cuda")
     rng = random.Random(5)
+    steps = [rng.sample(range(1, 64), shape.blocks_per_chunk) for _ in range(32)]
+    # An index that comes from the host makes the host wait for the device, and nothing would be queued ahead.
+    on_device = [torch.tensor(ids, device="cuda") for ids in steps]
     wanted: dict[int, torch.Tensor] = {}
     with rank(cache, num_slots=16, num_pieces=16) as (half, tier):
         for seq in range(1, 17):
             for _ in range(4):
                 busy = (busy @ busy).clamp_(-1, 1)
-            ids = rng.sample(range(1, 64), shape.blocks_per_chunk)
+            ids, where = steps[seq - 1], on_device[seq - 1]
             for layer, view in enumerate(cache.layers):
-                view[ids] = float(seq * 16 + layer % 16)
+                view.index_fill_(0, where, float(seq * 16 + layer % 16))
             half.store(
                 StepPlan(
                     seq=seq,
@@ -113,7 +118,7 @@ def test_steps_that_read_and_overwrite_blocks_beside_it(order: str) -> None:
             ).to(torch.bfloat16)
             wanted[seq - 1] = expected.view(torch.uint8).reshape(1, -1).repeat(shape.blocks_per_chunk, 1).reshape(-1)
             for view in cache.layers:
-                view[ids] = -1.0
+                view.index_fill_(0, where, -1.0)
         settle(half)
         for slot, data in wanted.items():
             assert torch.equal(torch.from_numpy(tier.memory[slot][: len(data)].copy()), data), f"slot {slot}"
@@ -123,9 +128,9 @@ def test_steps_that_read_and_overwrite_blocks_beside_it(order: str) -> None:
             slot = seq - 17
             for _ in range(4):
                 busy = (busy @ busy).clamp_(-1, 1)
-            ids = rng.sample(range(1, 64), shape.blocks_per_chunk)
+            ids, where = steps[seq - 1], on_device[seq - 1]
             for view in cache.layers:
-                view[ids] = -2.0  # queued behind the products, and the load behind it
+                view.index_fill_(0, where, -2.0)  # queued behind the products, and the load behind it
             op = CopyOp(slot=slot, generation=1, first_block=0, block_ids=ids, request_id="r")
             if seq % 2:
                 half.load(StepPlan(seq=seq, epoch=1, async_loads={"r": [op]}))
@@ -133,7 +138,11 @@ def test_steps_that_read_and_overwrite_blocks_beside_it(order: str) -> None:
                 found = cache.blocks(ids)
             else:
                 half.load(StepPlan(seq=seq, epoch=1, loads=[op]))
-                found = cache.blocks(ids)  # on the compute stream, which waits for the load
+                # On the compute stream, which waits for the load; `cache.blocks` would make the host wait first.
+                found_here = [view.index_select(0, where) for view in cache.layers]
+                found = cache.blocks(ids)
+                for before, view in zip(found_here, cache.layers, strict=True):
+                    assert torch.equal(before, view.index_select(0, where)), "the forward pass ran before its load"
                 settle(half)
             assert torch.equal(found, wanted[slot])
 
@@ -157,3 +166,72 @@ def test_pinned_memory_is_pinned() -> None:
         waited = time.perf_counter() - started
 
     assert returned < waited / 2, "the hook waits for the forward pass"
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])
+def test_blocks_far_into_a_large_cache(order: str) -> None:
+    """Past 32 GiB torch takes other kernels, with offsets of 64 bits; real caches are that large."""
+    num_blocks = LARGE_BYTES // LLAMA_8B.block_bytes
+    if torch.cuda.mem_get_info()[0] < LARGE_BYTES + (2 << 30):
+        pytest.skip("not enough free device memory")
+    cache = PagedCache(LLAMA_8B, order, num_blocks)
+    size = LLAMA_8B.blocks_per_chunk
+    sources = [num_blocks - 1, 1, *range(num_blocks - size + 1, num_blocks - 1)]
+    targets = [num_blocks - 2 * size, 2, *range(num_blocks - 3 * size + 1, num_blocks - 2 * size - 1)]
+    for view in cache.layers:
+        view[sources] = torch.randn(size, *view.shape[1:], device="cuda").to(torch.bfloat16)
+    wanted = cache.blocks(sources)
+    with rank(cache, num_slots=1, num_pieces=1) as (half, tier):
+        op = CopyOp(slot=0, generation=1, first_block=0, block_ids=sources, request_id="s")
+        half.store(StepPlan(seq=1, epoch=1, stores=[op]))
+        settle(half)
+        assert torch.equal(torch.from_numpy(tier.memory[0][: len(wanted)].copy()), wanted)
+
+        op = CopyOp(slot=0, generation=1, first_block=0, block_ids=targets, request_id="r")
+        half.load(StepPlan(seq=2, epoch=1, async_loads={"r": [op]}))
+        assert settle(half) == {"r"}
+
+        assert torch.equal(cache.blocks(targets), wanted)
+        assert torch.equal(cache.blocks(sources), wanted)
+        others = [3, num_blocks // 2, num_blocks - 4 * size]
+        assert not cache.blocks(others).any()
+    del cache, view
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_rank_on_another_device_than_the_current_one() -> None:
+    """Streams, events, memory and the thread belong to the cache's device, whatever is current."""
+    shape = Shape("small", 8, 2, 64, 16)
+    cache = PagedCache(shape, "BLNHC", num_blocks=40, device="cuda:1")
+    cache.fill(3)
+    ids = list(range(1, 2 * shape.blocks_per_chunk + 1))
+    sources, targets = ids[: shape.blocks_per_chunk], ids[shape.blocks_per_chunk :]
+    wanted = cache.blocks(sources)
+    torch.cuda.synchronize(1)
+    with torch.cuda.device(0), rank(cache, num_slots=2, num_pieces=2, num_pinned=1) as (half, tier):
+        for slot in range(2):  # the second one is pageable: the thread's
+            op = CopyOp(slot=slot, generation=1, first_block=0, block_ids=sources, request_id="s")
+            half.store(StepPlan(seq=2 * slot + 1, epoch=1, acked=2 * slot, stores=[op]))
+            settle(half)
+            assert torch.equal(torch.from_numpy(tier.memory[slot][: len(wanted)].copy()), wanted)
+            for view in cache.layers:
+                view[targets] = 7.0
+            op = CopyOp(slot=slot, generation=1, first_block=0, block_ids=targets, request_id="r")
+            half.load(StepPlan(seq=2 * slot + 2, epoch=1, async_loads={"r": [op]}))
+            assert settle(half) == {"r"}
+            assert torch.equal(cache.blocks(targets), wanted)
+        assert torch.cuda.current_device() == 0
+
+
+def test_staging_that_is_new_is_idle() -> None:
+    """Side streams may use it at once: torch's allocator knows only the stream that asked."""
+    cache = PagedCache(Shape("small", 8, 2, 64, 16), "BLNHC", num_blocks=40)
+    device = CudaDevice(cache.memory, cache.places)
+    products = torch.randn(8192, 8192, device="cuda")
+    for _ in range(10):
+        products = (products @ products).clamp_(-1, 1)
+
+    device.buffer(1 << 20)
+
+    assert torch.cuda.current_stream().query()
