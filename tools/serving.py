@@ -105,7 +105,9 @@ class Server:
         self.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if isinstance(error, ServerError | OSError):  # what broke it stands in a log that may be gone soon
+            print(f"{error}; the server's log ends:\n{self.log_tail(200)}", file=sys.stderr)
         self.kill()
 
     def launch(self) -> None:
