@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.client import MODEL_NAME, Client
+from tools.client import MODEL_NAME, Client, ServerError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHM = Path("/dev/shm")
