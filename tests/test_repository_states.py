@@ -316,11 +316,12 @@ def _memory() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-def test_whatever_can_be_reached_exists() -> None:
+@pytest.mark.parametrize("num_lives", [35, pytest.param(400, marks=pytest.mark.soak)])
+def test_whatever_can_be_reached_exists(num_lives: int) -> None:
     """Invariants 3 and 5, under any interleaving."""
     run_state_machine_as_test(
         Lives,
         settings=settings(
-            max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=num_lives, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -9,15 +9,15 @@ moto's server on the loopback interface. With --url s3://BUCKET/PREFIX it is you
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import random
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -30,6 +30,7 @@ from kvsnap.layout import Layout, SliceLayout
 from kvsnap.namespace import Namespace
 from kvsnap.shard import checksum
 from kvsnap.tiers.disk import ChunkToWrite, DiskTier
+from kvsnap_jobs.cli import main as main_command
 
 HANDBOOK_TOKENS = 1024
 
@@ -77,13 +78,17 @@ def kvsnap(*arguments: object, status: int = 0) -> str:
     """Run a command, show it and what it says; its stdout."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ kvsnap {shlex.join(words)}", flush=True)
-    code = "from kvsnap_jobs.cli import main; main(prog_name='kvsnap')"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment)
-    print(done.stdout + done.stderr, end="", flush=True)
-    if done.returncode != status:
-        raise SystemExit(f"exit status {done.returncode}, expected {status}")
-    return done.stdout
+    out, err, exit_status = io.StringIO(), io.StringIO(), 0
+    try:
+        # in this process: a new one for each command would take most of the time
+        with redirect_stdout(out), redirect_stderr(err):
+            main_command(words, prog_name="kvsnap")
+    except SystemExit as end:
+        exit_status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    print(out.getvalue() + err.getvalue(), end="", flush=True)
+    if exit_status != status:
+        raise SystemExit(f"exit status {exit_status}, expected {status}")
+    return out.getvalue()
 
 
 @contextmanager

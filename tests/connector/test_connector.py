@@ -15,8 +15,7 @@ from kvsnap.errors import ConfigError
 from tests.connector.fakes import MambaSpec, Request
 from tests.connector.test_compat import NAMES, TOKENS, make_cache, make_config
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-pytest.importorskip("vllm", exc_type=ImportError)
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("vllm")]
 
 CHUNK = 2 * TOKENS
 PROMPT = list(range(1000, 1000 + 5 * TOKENS + 3))

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-base = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", exc_type=ImportError)
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("vllm")]
 
 HOOKS = {
     "__init__": "self, vllm_config, role, kv_cache_config",
@@ -91,6 +90,8 @@ def _hooks(*classes: type) -> dict[str, str]:
 
 
 def test_every_hook_is_as_it_was() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
     found = _hooks(base.KVConnectorBase_V1, base.SupportsHMA)
 
     assert {name: text for name, text in found.items() if name not in ADDED_LATER} == HOOKS

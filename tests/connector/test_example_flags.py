@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("vllm")]
 yaml: Any = pytest.importorskip("yaml")
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"

@@ -276,26 +276,26 @@ def test_no_order_of_copies_breaks_a_promise(seed: int) -> None:
     play_half(seed)
 
 
+@pytest.mark.usefixtures("vllm")
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 1 << 32), st.sampled_from([True, True, False]))
 def test_both_halves_in_one_process_with_steps_in_flight(seed: int, is_v2: bool) -> None:
     """A19, B02, B.4: hooks in vLLM's order, metadata aliased, finish, abort, preempt, reset and faults anywhere."""
-    pytest.importorskip("vllm", exc_type=ImportError)
     play_engine(seed, is_v2=is_v2)
 
 
+@pytest.mark.usefixtures("vllm")
 def test_the_plays_are_worth_something() -> None:
     """A play without a hit or without a chunk in the tier proves nothing."""
-    pytest.importorskip("vllm", exc_type=ImportError)
     results = [play_engine(seed, is_v2=seed % 3 > 0) for seed in range(6)]
 
     assert sum(hits for hits, _ in results) >= 6
     assert sum(good for _, good in results) >= 6
 
 
+@pytest.mark.usefixtures("vllm")
 def test_sleep_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.33's hooks: nothing is under way while the blocks are gone, and afterwards all goes on."""
-    pytest.importorskip("vllm", exc_type=ImportError)
     from tests.connector.test_compat import TOKENS
     from tests.connector.v2_engine import V2Engine
 
@@ -444,8 +444,7 @@ def test_a_forgotten_wait_or_check_is_noticed(mutation: Mutation) -> None:
     assert _is_noticed(mutation, play_half, 150)
 
 
+@pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("mutation", ON_ENGINE, ids=_name)
 def test_a_forgotten_wait_is_noticed_through_vllms_hooks(mutation: Mutation) -> None:
-    pytest.importorskip("vllm", exc_type=ImportError)
-
     assert _is_noticed(mutation, play_engine, 40)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-pytest.importorskip("vllm", exc_type=ImportError)
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("vllm")]
 
 
 @pytest.fixture
