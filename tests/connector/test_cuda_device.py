@@ -185,6 +185,18 @@ def test_a_buffer_may_be_used_by_any_stream_at_once(rig: Rig) -> None:
     assert kernels, "and only then"
 
 
+def test_a_thread_may_copy_into_what_a_hook_made(rig: Rig) -> None:
+    """vLLM's hooks are in inference mode, which is a thread's; in-place writes from outside it raise."""
+    slot = np.frombuffer(bytearray(random.Random(1).randbytes(BLOCK)), dtype=np.uint8)
+    with torch.inference_mode():
+        buffer = rig.device.buffer(BLOCK)
+
+    rig.device.copy_in(rig.side, slot, buffer)
+    rig.device.scatter(rig.side, buffer, [2])
+
+    assert np.array_equal(rig.blocks([2]).numpy(), slot)
+
+
 def test_all_is_asked_of_the_caches_own_device(rig: Rig) -> None:
     """Rank 3 has device 3, and a thread begins with device 0."""
     own = torch.device("cpu")
