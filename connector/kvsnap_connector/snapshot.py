@@ -46,6 +46,13 @@ def open_remote(url: str, tier: DiskTier) -> RemoteSnapshot:
     return RemoteSnapshot(repository.storage, names, repository.catalog(manifest))
 
 
+def may_pass(error: Exception) -> bool:
+    """Whether the same may work later by itself: a store that is down, not one that refuses, nor a damaged snapshot."""
+    from kvsnap.storage.retry import is_permanent
+
+    return not is_permanent(error)
+
+
 def _split(url: str) -> tuple[str, str]:
     from kvsnap.repository import split_snapshot_url
 

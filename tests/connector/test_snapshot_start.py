@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +12,17 @@ from pathlib import Path
 import pytest
 
 from kvsnap.config import Config
-from kvsnap.errors import ConfigError
+from kvsnap.errors import ConfigError, StorageError
 from kvsnap.namespace import Namespace
 from kvsnap.refs import remove
+from kvsnap.remote import RemoteSnapshot
 from kvsnap.snapshot_export import export_snapshot
 from kvsnap.snapshot_import import import_snapshot
+from kvsnap.storage import RefusedError
+from kvsnap.tiers.disk import DiskTier
 from kvsnap.tiers.dram import DramRegion
 from kvsnap_connector.scheduler import SchedulerHalf
+from kvsnap_connector.snapshot import open_remote
 from tests.disk_fakes import make_namespace
 from tests.snapshot_fakes import filled_cache, flip
 from tests.storage.fake_s3 import BUCKET
@@ -182,3 +187,44 @@ def test_several_engines_download_once(repo: Path, tmp_path: Path, caplog: pytes
         assert chunks(half) == CHUNKS
 
     assert any("0 shards, 0 MiB imported now" in record.getMessage() for record in caplog.records)
+
+
+def test_a_store_that_was_down_at_the_start_is_asked_again(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B12: with `preload: background` an engine that started cold gets its snapshot once the store is back."""
+    caplog.set_level(logging.INFO)
+    outages = ["first try", "second try", "third try"]
+
+    def open_later(url: str, tier: DiskTier) -> RemoteSnapshot:
+        if outages:
+            raise StorageError(f"503 at the {outages.pop(0)}")
+        return open_remote(url, tier)
+
+    monkeypatch.setattr("kvsnap_connector.scheduler.open_remote", open_later)
+    monkeypatch.setattr("kvsnap_connector.scheduler.RETRY_PAUSES_S", (0.0, 0.01))
+
+    with started(tmp_path, make_namespace(), f"{repo}@prod", preload="background") as half:
+        deadline = time.monotonic() + 20
+        while (chunks(half) < CHUNKS or half.cache.remote is not None) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert chunks(half) == CHUNKS
+        assert half.cache.remote is None
+    (line,) = [r.getMessage() for r in caplog.records if "can't be used" in r.getMessage()]
+    assert "first try" in line
+
+
+def test_what_will_not_pass_is_not_asked_again(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def open_never(url: str, tier: DiskTier) -> RemoteSnapshot:
+        asked.append(url)
+        raise RefusedError("no access")
+
+    monkeypatch.setattr("kvsnap_connector.scheduler.open_remote", open_never)
+    monkeypatch.setattr("kvsnap_connector.scheduler.RETRY_PAUSES_S", (0.0,))
+
+    with started(tmp_path, make_namespace(), f"{repo}@prod", preload="background"):
+        time.sleep(0.2)
+
+    assert len(asked) == 1
