@@ -41,7 +41,7 @@ TEMP_PREFIX = ".kvsnap-tmp-"
 TEMP_MIN_AGE_S = 3600.0
 """A temporary file this young is never swept, even when nobody seems to hold it."""
 DIRECT_MIN_BYTES = 1 << 20
-"""What is at least this large goes past the page cache, where that works and it doesn't lie there already."""
+"""What is at least this large is written past the page cache, where that works, and not left there when read."""
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -105,11 +105,11 @@ class LocalStorage(Storage):
 
     @contextmanager
     def open_read(self, name: str, *, offset: int = 0, nbytes: int | None = None) -> Iterator[Reader]:
+        # Through the page cache, for the kernel reads far ahead: beside as many writes that is half as fast again as
+        # O_DIRECT, measured. What wasn't there before goes as soon as it was read.
         with self._open(name) as fd:
             size = os.fstat(fd).st_size
-            if size >= DIRECT_MIN_BYTES and not is_cached(fd, size):
-                set_direct(fd, True)
-            yield _FileReader(fd, name, offset, nbytes)
+            yield _FileReader(fd, name, offset, nbytes, keeps=size < DIRECT_MIN_BYTES or is_cached(fd, size))
 
     def head(self, name: str) -> ObjectInfo:
         with _translate(name), self._open(name) as fd:
@@ -271,8 +271,9 @@ class LocalStorage(Storage):
 
 
 class _FileReader:
-    def __init__(self, fd: int, name: str, offset: int, nbytes: int | None) -> None:
+    def __init__(self, fd: int, name: str, offset: int, nbytes: int | None, *, keeps: bool) -> None:
         self._fd = fd
+        self._keeps = keeps
         self._name = name
         self._offset = offset
         self._left = nbytes
@@ -281,7 +282,9 @@ class _FileReader:
         if self._left is not None:
             buffer = buffer[: self._left]
         with _translate(self._name):
-            found = read_at(self._fd, buffer, self._offset)
+            found = os.preadv(self._fd, [buffer], self._offset)
+            if found and not self._keeps:  # a length of 0 would mean all
+                os.posix_fadvise(self._fd, self._offset, found, os.POSIX_FADV_DONTNEED)
         self._offset += found
         if self._left is not None:
             self._left -= found

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvsnap.direct_io import forget_cached, is_cached
 from kvsnap.errors import ConfigError, CorruptChunkError, StorageError
 from kvsnap.storage import LocalStorage, RetryStorage, Storage, local, open_storage, probe_storage
 from kvsnap.testing import WRONG_NAMES, StorageSuite
@@ -134,3 +135,33 @@ def test_urls(tmp_path: Path) -> None:
 def test_urls_that_make_no_sense(url: str) -> None:
     with pytest.raises(ConfigError):
         open_storage(url)
+
+
+def test_a_large_object_leaves_the_page_cache_as_it_was(tmp_path: Path) -> None:
+    """It is read through it, for the kernel reads ahead; an engine's host has other uses for the memory."""
+    storage = LocalStorage(tmp_path / "root")
+    data = bytes(range(256)) * (16 << 10)
+    storage.put("shard", data)
+    path = tmp_path / "root" / "shard"
+
+    def is_in_memory() -> bool:
+        with path.open("rb") as file:
+            return is_cached(file.fileno(), len(data))
+
+    def read() -> bytes:
+        with storage.open_read("shard") as reader:
+            buffer = memoryview(bytearray(len(data)))
+            done = 0
+            while found := reader.readinto(buffer[done : done + (1 << 20)]):
+                done += found
+            return bytes(buffer)
+
+    path.read_bytes()
+    assert read() == data
+    assert is_in_memory()
+    os.sync()
+    forget_cached(path)
+    if is_in_memory():
+        pytest.skip("this file system keeps its files in memory")
+    assert read() == data
+    assert not is_in_memory()
