@@ -45,11 +45,9 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# agent runs to replay (benchmarks/agents.py); without a folder of them that row is left out, which is said
-KVSNAP_TRACES ?= $(wildcard ../shared/data/agent-trace)
-
+# KVSNAP_TRACES: folder of agent runs to replay (benchmarks/agents.py); without, that row is left out, which is said
 bench: models
-	KVSNAP_TRACES="$(KVSNAP_TRACES)" $(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.run
 
 gpu: setup
 	$(BIN)/pytest -q -m gpu

@@ -378,8 +378,7 @@ class TieredCache:
     # -- inside ----------------------------------------------------------------------
 
     def _bytes_of(self, chunks: Iterable[Chunk]) -> int:
-        by_tokens = Counter(chunk.tokens for chunk in chunks)  # most chunks have the same size
-        return sum(self.geometry.chunk_bytes(tokens) * count for tokens, count in by_tokens.items())
+        return sum(self.geometry.chunk_bytes(chunk.tokens) for chunk in chunks)
 
     def _prefault(self) -> None:
         """Map the data's pages here too: promotions would pay for their first touch."""

@@ -13,12 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsnap.direct_io import is_cached
 from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError, StorageError
 from kvsnap.keys import ChunkKey, root_key
 from kvsnap.namespace import Namespace
 from kvsnap.shard import MAX_HEADER_BYTES, ChunkEntry, ShardHeader, read_header
-from kvsnap.storage.local import read_at, set_direct
 from kvsnap.tiers import paths, usage
 
 IMPORTED_ID_DIGITS = 64
@@ -96,8 +94,8 @@ def read_usage(directory: Path) -> dict[ChunkKey, tuple[int, float]]:
 
 
 @contextmanager
-def open_shard(path: Path, *, direct: bool = False) -> Iterator[int]:
-    """A file descriptor of a shard; with `direct` for reading past the page cache, unless it lies there already.
+def open_shard(path: Path) -> Iterator[int]:
+    """A file descriptor of a shard.
 
     Raises:
         NotFoundError: it has vanished.
@@ -105,8 +103,6 @@ def open_shard(path: Path, *, direct: bool = False) -> Iterator[int]:
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        if direct and not is_cached(fd, os.fstat(fd).st_size):
-            set_direct(fd, True)
     except FileNotFoundError:
         raise NotFoundError(f"shard {path} has vanished") from None
     except OSError as error:
@@ -150,23 +146,6 @@ def parse_header(head: bytes | bytearray, file_bytes: int, ns: Namespace) -> Sha
         return read_open_header(fd, ns)
     finally:
         os.close(fd)
-
-
-class FdReader:
-    """A `Reader` of an open file, from its start or another position."""
-
-    def __init__(self, fd: int, name: str, position: int = 0) -> None:
-        self._fd = fd
-        self._name = name
-        self._position = position
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        try:
-            found = read_at(self._fd, buffer, self._position)
-        except OSError as error:
-            raise StorageError(f"{self._name} can't be read: {error}") from error
-        self._position += found
-        return found
 
 
 class ChainCheck:

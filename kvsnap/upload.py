@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
+from kvsnap.direct_io import FileReader
 from kvsnap.errors import CorruptChunkError, NotFoundError
 from kvsnap.keys import ChunkKey
 from kvsnap.known import KnownChunks, StoredShard
-from kvsnap.local_shards import FdReader, LocalShard, open_shard
+from kvsnap.local_shards import LocalShard, open_shard
 from kvsnap.manifest import Digest
 from kvsnap.repository import Repository, shard_name
 from kvsnap.runtime import widen_affinity
@@ -154,8 +155,8 @@ class _Source:
 
     def _pieces(self, hash_with: Callable[[memoryview], None] | None) -> Iterator[memoryview]:
         path = self._shard.path
-        with open_shard(path, direct=True) as fd:
-            yield from pieces(FdReader(fd, str(path)), limit=self._shard.header.file_bytes, hash_with=hash_with)
+        with open_shard(path) as fd:
+            yield from pieces(FileReader(fd, str(path)), limit=self._shard.header.file_bytes, hash_with=hash_with)
 
     def name(self) -> str:
         """Name of the object, after a whole pass; checks what came by."""

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvsnap.direct_io import ALIGN
+from kvsnap.direct_io import ALIGN, FileReader
 from kvsnap.errors import CorruptChunkError, NotFoundError, StorageError
 from kvsnap.local_shards import (
     IMPORTED_ID_DIGITS,
-    FdReader,
     LocalShard,
     live_entries,
     open_shard,
@@ -153,7 +152,7 @@ def _read_all(
                 _read_whole(shard, part)
             else:
                 with open_shard(shard.path) as fd:
-                    found = [read_digests(FdReader(fd, name, entry.offset), entry.nbytes) for entry in entries]
+                    found = [read_digests(FileReader(fd, name, entry.offset), entry.nbytes) for entry in entries]
                 part.read_chunks += len(found)
                 part.read_bytes += sum(entry.nbytes for entry in entries)
                 compare_chunks(name, entries, found, part)
@@ -175,8 +174,8 @@ def _read_all(
 def _read_whole(shard: LocalShard, report: VerifyReport) -> None:
     name, entries = str(shard.path), shard.header.chunks
     hasher = ShardHasher(entries, with_blake3=False)
-    with open_shard(shard.path, direct=True) as fd:
-        for piece in pieces(FdReader(fd, name), limit=shard.header.file_bytes):
+    with open_shard(shard.path) as fd:
+        for piece in pieces(FileReader(fd, name), limit=shard.header.file_bytes):
             hasher.update(piece)
     report.read_bytes += hasher.nbytes
     report.read_chunks += len(hasher.digests)

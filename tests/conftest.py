@@ -11,6 +11,9 @@ from typing import Any
 import hypothesis
 import pytest
 
+from kvsnap.namespace import Namespace
+from tests.snapshot_fakes import filled_cache
+
 # The same examples in every run of CI: new ones are for people to find, not for a merge to fail on.
 # And no deadline for one example, which on a busy machine says nothing about the code.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
@@ -71,3 +74,21 @@ def own_runtime_dir(_runtime_dirs: Iterator[Path], monkeypatch: pytest.MonkeyPat
     path.mkdir(mode=0o700)
     monkeypatch.setenv("KVSNAP_RUNTIME_DIR", str(path))
     return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache directory; there is something in it for tests that also take `ns`."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def ns(cache: Path) -> Namespace:
+    """What the cache directory was filled for."""
+    return filled_cache(cache)
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    """Where a local repository may be made."""
+    return tmp_path / "repo"

@@ -23,22 +23,12 @@ from kvsnap.testing import Fault, FaultyStorage, Rule
 from kvsnap.verify import verify_snapshot
 from tests.disk_fakes import make_namespace
 from tests.repository_fakes import Gate, StoppingStorage, Task, TimedStorage, check_whole, content_of, names_in
-from tests.snapshot_fakes import chain, chunks_at, filled_cache, prompt, store
+from tests.snapshot_fakes import chain, chunks_at, prompt, store
 
 
 @pytest.fixture
 def storage() -> TimedStorage:
     return TimedStorage()
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def ns(cache: Path) -> Namespace:
-    return filled_cache(cache)
 
 
 @pytest.fixture

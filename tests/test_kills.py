@@ -29,7 +29,7 @@ from kvsnap.storage import LocalStorage
 from kvsnap.verify import verify_cache_dir, verify_snapshot
 from tests.disk_fakes import make_namespace
 from tests.repository_fakes import check_whole, content_of, names_in
-from tests.snapshot_fakes import chain, chunks_at, filled_cache, prompt, store
+from tests.snapshot_fakes import chain, chunks_at, prompt, store
 
 CALLS = ("link", "mkdir", "open", "posix_fallocate", "pwrite", "pwritev", "rename", "replace", "rmdir", "truncate",
          "ftruncate", "unlink", "utime", "write", "writev")  # fmt: skip
@@ -102,21 +102,6 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir=memory, prefix="kvsnap-test-") as name:
         yield Path(name)
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def ns(cache: Path) -> Namespace:
-    return filled_cache(cache)
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Path:
-    return tmp_path / "repo"
 
 
 def restore(saved: Path, directory: Path) -> None:

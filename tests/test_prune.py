@@ -37,7 +37,7 @@ from tests.repository_fakes import (
     names_in,
     reachable,
 )
-from tests.snapshot_fakes import chain, filled_cache, prompt, store
+from tests.snapshot_fakes import chain, prompt, store
 
 STRAY = "shards/00/" + "0" * 64 + ".safetensors"
 
@@ -45,16 +45,6 @@ STRAY = "shards/00/" + "0" * 64 + ".safetensors"
 @pytest.fixture
 def storage() -> TimedStorage:
     return TimedStorage()
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def ns(cache: Path) -> Namespace:
-    return filled_cache(cache)
 
 
 @pytest.fixture

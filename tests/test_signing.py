@@ -38,7 +38,7 @@ from kvsnap.storage import LocalStorage, MemoryStorage
 from kvsnap.trust import TrustedKeys, installed_keys, read_trusted_keys
 from kvsnap.verify import verify_snapshot
 from tests.repository_fakes import TimedStorage
-from tests.snapshot_fakes import chain, chunks_at, filled_cache, flip, prompt, store
+from tests.snapshot_fakes import chain, chunks_at, flip, prompt, store
 
 pytest.importorskip("cryptography")
 
@@ -65,21 +65,6 @@ def key(tmp_path: Path) -> SigningKey:
 @pytest.fixture
 def stranger(tmp_path: Path) -> SigningKey:
     return new_key(tmp_path / "stranger.pem")
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def ns(cache: Path) -> Namespace:
-    return filled_cache(cache)
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Path:
-    return tmp_path / "repo"
 
 
 @pytest.fixture

@@ -21,22 +21,7 @@ from kvsnap.storage import LocalStorage
 from kvsnap.tiers.disk import DiskTier, Shard
 from kvsnap.verify import verify_cache_dir, verify_snapshot
 from tests.disk_fakes import Snapshot, make_namespace
-from tests.snapshot_fakes import DAMAGE, chain, chunks_at, filled_cache, flip, prompt, store
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def ns(cache: Path) -> Namespace:
-    return filled_cache(cache)
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Path:
-    return tmp_path / "repo"
+from tests.snapshot_fakes import DAMAGE, chain, chunks_at, flip, prompt, store
 
 
 @pytest.fixture

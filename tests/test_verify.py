@@ -21,7 +21,7 @@ from kvsnap.tiers.disk import DiskTier
 from kvsnap.verify import VerifyReport, verify_cache_dir, verify_snapshot
 from kvsnap_jobs.cli import main
 from tests.disk_fakes import Snapshot
-from tests.snapshot_fakes import DAMAGE, chain, filled_cache, flip, prompt
+from tests.snapshot_fakes import DAMAGE, chain, flip, prompt
 from tests.test_signing import new_key
 
 T = TypeVar("T")
@@ -32,16 +32,6 @@ LADDER: tuple[dict[str, Any], ...] = ({"quick": True}, {}, {"sample": 1.0}, {"re
 def counted(storage: FaultyStorage) -> Counter[str]:
     """Requests by method and kind of object."""
     return Counter(f"{call.operation} {call.name.split('/')[0]}" for call in storage.calls)
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def ns(cache: Path) -> Namespace:
-    return filled_cache(cache)
 
 
 @pytest.fixture

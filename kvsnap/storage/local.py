@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvsnap.atomic import fsync_dir, link_new
-from kvsnap.direct_io import O_DIRECT, is_cached
+from kvsnap.direct_io import O_DIRECT, FileReader
 from kvsnap.errors import NotFoundError, StorageError
 from kvsnap.storage.base import (
     Buffer,
@@ -41,7 +41,7 @@ TEMP_PREFIX = ".kvsnap-tmp-"
 TEMP_MIN_AGE_S = 3600.0
 """A temporary file this young is never swept, even when nobody seems to hold it."""
 DIRECT_MIN_BYTES = 1 << 20
-"""What is at least this large is written past the page cache, where that works, and not left there when read."""
+"""What begins with a piece of at least this size is written past the page cache, where that works."""
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -64,7 +64,7 @@ class LocalStorage(Storage):
             with self._temp() as (fd, temp):
                 for i, piece in enumerate(pieces()):
                     if i == 0 and len(piece) >= DIRECT_MIN_BYTES:
-                        set_direct(fd, True)
+                        _set_direct(fd, True)
                     _write_all(fd, piece)
                 final = self._place(name())
                 if final.exists():
@@ -105,11 +105,8 @@ class LocalStorage(Storage):
 
     @contextmanager
     def open_read(self, name: str, *, offset: int = 0, nbytes: int | None = None) -> Iterator[Reader]:
-        # Through the page cache, for the kernel reads far ahead: beside as many writes that is half as fast again as
-        # O_DIRECT, measured. What wasn't there before goes as soon as it was read.
         with self._open(name) as fd:
-            size = os.fstat(fd).st_size
-            yield _FileReader(fd, name, offset, nbytes, keeps=size < DIRECT_MIN_BYTES or is_cached(fd, size))
+            yield FileReader(fd, name, offset, nbytes)
 
     def head(self, name: str) -> ObjectInfo:
         with _translate(name), self._open(name) as fd:
@@ -270,27 +267,6 @@ class LocalStorage(Storage):
                     yield ObjectInfo(name=name, nbytes=stats.st_size, modified=stats.st_mtime)
 
 
-class _FileReader:
-    def __init__(self, fd: int, name: str, offset: int, nbytes: int | None, *, keeps: bool) -> None:
-        self._fd = fd
-        self._keeps = keeps
-        self._name = name
-        self._offset = offset
-        self._left = nbytes
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        if self._left is not None:
-            buffer = buffer[: self._left]
-        with _translate(self._name):
-            found = os.preadv(self._fd, [buffer], self._offset)
-            if found and not self._keeps:  # a length of 0 would mean all
-                os.posix_fadvise(self._fd, self._offset, found, os.POSIX_FADV_DONTNEED)
-        self._offset += found
-        if self._left is not None:
-            self._left -= found
-        return found
-
-
 @contextmanager
 def _translate(what: str) -> Iterator[None]:
     """Turn the operating system's errors into `StorageError`."""
@@ -300,22 +276,11 @@ def _translate(what: str) -> Iterator[None]:
         raise StorageError(f"{what}: {error}") from error
 
 
-def set_direct(fd: int, direct: bool) -> None:
-    """Have an open file read and written past the page cache, or not; stays as it is where that isn't possible."""
+def _set_direct(fd: int, direct: bool) -> None:
+    """Have an open file written past the page cache, or not; stays as it is where that isn't possible."""
     with suppress(OSError):
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | O_DIRECT if direct else flags & ~O_DIRECT)
-
-
-def read_at(fd: int, buffer: memoryview, offset: int) -> int:
-    """`preadv` that goes through the page cache from where O_DIRECT doesn't take the buffer or the offset."""
-    try:
-        return os.preadv(fd, [buffer], offset)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        set_direct(fd, False)
-        return os.preadv(fd, [buffer], offset)
 
 
 def _write_all(fd: int, piece: Buffer) -> None:
@@ -327,7 +292,7 @@ def _write_all(fd: int, piece: Buffer) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL or not fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT:
                 raise
-            set_direct(fd, False)
+            _set_direct(fd, False)
 
 
 def _read_all(fd: int) -> bytes:

@@ -28,21 +28,6 @@ from tests.disk_fakes import Snapshot, make_namespace
 from tests.snapshot_fakes import chain, filled_cache, flip, prompt, store
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def ns(cache: Path) -> Namespace:
-    return filled_cache(cache)
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Path:
-    return tmp_path / "repo"
-
-
 def run(*args: object) -> Result:
     result = CliRunner().invoke(main, [str(arg) for arg in args])
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -16,7 +16,7 @@ from kvsnap.storage import LocalStorage
 from kvsnap_jobs.cli import main
 from tests.disk_fakes import Snapshot, make_namespace
 from tests.repository_fakes import check_whole
-from tests.snapshot_fakes import chain, filled_cache, prompt, store
+from tests.snapshot_fakes import chain, prompt, store
 
 
 def run(*args: object, status: int = 0) -> Result:
@@ -29,21 +29,6 @@ def run(*args: object, status: int = 0) -> Result:
 
 def run_json(*args: object, status: int = 0) -> Any:
     return json.loads(run(*args, "--json", status=status).stdout)
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def ns(cache: Path) -> Namespace:
-    return filled_cache(cache)
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Path:
-    return tmp_path / "repo"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from kvsnap.namespace import Namespace
 from kvsnap.storage import open_storage
 from kvsnap_jobs.cli import main
 from tests.repository_fakes import check_whole, names_in, reachable
-from tests.snapshot_fakes import chain, chunks_at, filled_cache, prompt, store
+from tests.snapshot_fakes import chain, chunks_at, prompt, store
 from tests.storage.fake_s3 import BUCKET, fake_s3
 from tests.storage.s3_servers import client_of, make_buckets, ministack_server, rclone_server
 
@@ -78,16 +78,6 @@ def spoil(server: Server, url: str, name: str, data: bytes | None) -> None:
     else:
         client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=data)
     client.close()
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def ns(cache: Path) -> Namespace:
-    return filled_cache(cache)
 
 
 @pytest.fixture
