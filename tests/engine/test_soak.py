@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +28,8 @@ BLOCK = 128
 CHUNK = 256
 ANCHOR = random_prompt(800, 4 * CHUNK + BLOCK + 1)
 ANCHOR_HIT = 4 * CHUNK + BLOCK
+ANCHOR_HITS = 8
+"""More in each life: far more than the load asks for any one of its prompts."""
 
 
 def settings(cache_dir: Path, dram_dir: Path) -> dict[str, object]:
@@ -111,11 +112,10 @@ def assert_is_sound(cache_dir: Path) -> None:
 def test_kills_at_random_moments(tiny_model: Path, folder: Path, shm_folder: Path) -> None:
     """Invariant 8, D10, D11: each restart hits, nothing is damaged, no temporary file stays, `du` is within the cap.
 
-    Both tiers are far too small for the load, so now and then the end of the anchor is rightly evicted; what is left
-    of it must hit, and mostly that is all of it.
+    Both tiers are far too small for the load. The anchor is asked for often enough to be hotter than all of that, so
+    its eviction is no excuse.
     """
     print(f"seed {SEED}")
-    hits = []
     rng = random.Random(SEED)
     cache_dir, dram_dir = folder / "cache", shm_folder / "dram"
     dram_dir.mkdir()
@@ -126,11 +126,12 @@ def test_kills_at_random_moments(tiny_model: Path, folder: Path, shm_folder: Pat
                 server.client().complete(ANCHOR, max_tokens=8, logprobs=5)
                 native = server.client().complete(ANCHOR, max_tokens=8, logprobs=5)
             answer, served = ask_anchor(server)
-            hits.append(served)
-            assert served, f"life {life} served nothing, the ones before {hits}"
+            assert served == ANCHOR_HIT, f"life {life} served {served} tokens"
             assert answer.tokens == native.tokens
             assert answer.choices[0].logprobs[0] == native.choices[0].logprobs[0]
             assert len(list(cache_dir.glob("*/tmp/*"))) == 1, "only the living writer's folder"
+            for _ in range(ANCHOR_HITS):
+                ask_anchor(server)
             with load(server, SEED + life):
                 over = time.monotonic() + rng.uniform(0.2, 6.0)
                 while time.monotonic() < over:
@@ -142,8 +143,6 @@ def test_kills_at_random_moments(tiny_model: Path, folder: Path, shm_folder: Pat
                     time.sleep(rng.uniform(0, 0.3))
                 server.kill()
         assert_is_sound(cache_dir)
-    print(f"tokens served by life: {hits}")
-    assert statistics.median(hits) == ANCHOR_HIT, hits
 
 
 def test_worker_outlives_its_engine(tiny_model: Path, folder: Path, shm_folder: Path) -> None:
