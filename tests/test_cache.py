@@ -22,18 +22,11 @@ from kvsnap.shard import checksum
 from kvsnap.tiers.disk import DiskTier, Shard
 from kvsnap.tiers.dram import DramRegion, DramTier
 from tests.disk_fakes import Snapshot, disk_use, make_namespace
+from tests.waiting import wait_for
 
 NS = make_namespace()
 BIG = make_namespace(page=(2, 2, 16, 64), layers=8)  # 256 KiB a chunk
 CHUNK = 64
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Until a background thread has done its part; fails after 5 s."""
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.002)
 
 
 class Rig:

@@ -15,8 +15,8 @@ import pytest
 
 from kvsnap.cache import CacheOptions
 from kvsnap.tiers.disk import Shard
-from tests.connector.toy_engine import ToyEngine, request
-from tests.disk_fakes import make_namespace
+from tests.connector.toy_engine import ToyEngine, random_tokens, request, toy_engines
+from tests.waiting import wait_for
 
 BLOCK = 16
 CHUNK = 64
@@ -29,32 +29,8 @@ Start = Callable[..., ToyEngine]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts engines, one after the other, on the same two tiers unless told otherwise."""
-    engines: list[ToyEngine] = []
-    (tmp_path / "shm").mkdir()
-
-    def make(*, cache_dir: Path | None = None, **kwargs: Any) -> ToyEngine:
-        engine = ToyEngine(make_namespace(), cache_dir or tmp_path / "cache", tmp_path / "shm", **kwargs)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.kill()
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    """Token ids; equal seeds begin alike."""
-    rng = random.Random(seed)
-    return [rng.randrange(50_000) for _ in range(count)]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Until a background thread has done its part; fails after 5 s."""
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.005)
+    with toy_engines(tmp_path) as make:
+        yield make
 
 
 class TestA14WeightsChangeInPlace:
@@ -62,42 +38,42 @@ class TestA14WeightsChangeInPlace:
 
     def test_old_chunks_are_gone_and_new_ones_are_kept(self, start: Start) -> None:
         engine = start()
-        engine.run(request("old", tokens(PROMPT)))
+        engine.run(request("old", random_tokens(PROMPT)))
         engine.cache.clear("disk")
 
         engine.change_weights()
         engine.reset()
-        engine.run(first := request("new", tokens(PROMPT)))
+        engine.run(first := request("new", random_tokens(PROMPT)))
         engine.reset(connector=False)
-        engine.run(second := request("again", tokens(PROMPT)))
+        engine.run(second := request("again", random_tokens(PROMPT)))
 
         assert (first.loaded_tokens, second.loaded_tokens) == (0, USABLE)
 
     def test_a_request_that_runs_through_the_change_stores_nothing(self, start: Start) -> None:
         """Its first chunks are of the old weights, its later ones of both."""
         engine = start(step_tokens=CHUNK, prefix_caching=False)
-        engine.submit(request("through", tokens(PROMPT), max_tokens=2 * CHUNK))
+        engine.submit(request("through", random_tokens(PROMPT), max_tokens=2 * CHUNK))
         engine.step()
         engine.step()
 
         engine.change_weights()
         engine.reset(preempt=False)
         engine.run()
-        engine.run(after := request("after", tokens(PROMPT)))
+        engine.run(after := request("after", random_tokens(PROMPT)))
 
         assert after.loaded_tokens == 0
 
     def test_unreachable_after_a_restart_too(self, start: Start) -> None:
         """Killed right after the reset: the epoch is in the file."""
         engine = start(options=CacheOptions(persist="none"))
-        engine.run(request("old", tokens(PROMPT)))
+        engine.run(request("old", random_tokens(PROMPT)))
         wait_for(lambda: not engine.cache.has_pending_copies)
         engine.reset()
         engine.kill()
 
         second = start()
         second.version = engine.version + 1
-        second.run(after := request("after", tokens(PROMPT)))
+        second.run(after := request("after", random_tokens(PROMPT)))
 
         assert after.loaded_tokens == 0
         assert second.cache.status()["counts"]["attach_found"] == 0
@@ -108,15 +84,15 @@ class TestC13Clear:
 
     def test_everything(self, start: Start) -> None:
         engine = start()
-        engine.run(request("a", tokens(PROMPT)))
+        engine.run(request("a", random_tokens(PROMPT)))
         engine.cache.flush(10.0)
 
         removed = engine.cache.clear("all")
         engine.reset(connector=False)
-        engine.run(live := request("b", tokens(PROMPT), wants_store=False))
+        engine.run(live := request("b", random_tokens(PROMPT), wants_store=False))
         engine.kill()
         second = start()
-        second.run(restarted := request("c", tokens(PROMPT)))
+        second.run(restarted := request("c", random_tokens(PROMPT)))
 
         assert removed["dram_chunks"] == 4
         assert removed["disk_chunks"] == 4
@@ -126,11 +102,11 @@ class TestC13Clear:
     @pytest.mark.parametrize(("tier", "count"), [("dram", "dram_chunks"), ("disk", "disk_chunks")])
     def test_one_tier_leaves_the_other(self, start: Start, tier: str, count: str) -> None:
         engine = start(prefix_caching=False)
-        engine.run(request("a", tokens(PROMPT)))
+        engine.run(request("a", random_tokens(PROMPT)))
         engine.cache.flush(10.0)
 
         removed = engine.cache.clear(tier)
-        engine.run(again := request("b", tokens(PROMPT)))
+        engine.run(again := request("b", random_tokens(PROMPT)))
 
         assert set(removed) & {"dram_chunks", "disk_chunks"} == {count}
         assert removed[count] == 4
@@ -139,7 +115,7 @@ class TestC13Clear:
 
     def test_nothing_is_said_to_be_removed_twice(self, start: Start) -> None:
         engine = start()
-        engine.run(request("a", tokens(PROMPT)))
+        engine.run(request("a", random_tokens(PROMPT)))
         engine.cache.flush(10.0)
         engine.cache.clear("all")
 
@@ -149,7 +125,7 @@ class TestC13Clear:
 def test_disk_is_read_once_after_a_restart(start: Start, tmp_path: Path) -> None:
     """C14: the first of three requests promotes; the others find it in DRAM."""
     engine = start()
-    engine.run(request("a", tokens(PROMPT)))
+    engine.run(request("a", random_tokens(PROMPT)))
     engine.stop()
     for file in (tmp_path / "shm").iterdir():
         file.unlink()
@@ -157,7 +133,7 @@ def test_disk_is_read_once_after_a_restart(start: Start, tmp_path: Path) -> None
 
     loaded = []
     for name in "bcd":
-        second.run(req := request(name, tokens(PROMPT)))
+        second.run(req := request(name, random_tokens(PROMPT)))
         loaded.append(req.loaded_tokens)
 
     assert loaded == [USABLE] * 3
@@ -181,9 +157,9 @@ def test_short_prompts_are_no_plain_misses(start: Start, length: int, hit: int, 
     """C03: what can't be cached is counted apart, with the minimum; a prompt below a chunk can be."""
     engine = start(prefix_caching=False)
 
-    engine.run(request("a", tokens(length)))
+    engine.run(request("a", random_tokens(length)))
     first = Counter(engine.planner.misses)
-    engine.run(again := request("b", tokens(length)))
+    engine.run(again := request("b", random_tokens(length)))
 
     assert first == {reason: 1}
     assert again.loaded_tokens == hit
@@ -216,10 +192,10 @@ class TestB07FullDisk:
         counts = engine.cache.counts
 
         for i in range(40):  # serving goes on, and every loaded byte is right
-            engine.run(request(f"during {i}", tokens(PROMPT, 100 + i)))
+            engine.run(request(f"during {i}", random_tokens(PROMPT, 100 + i)))
         wait_for(lambda: counts["write_errors"] + counts["writes_without_room"] > 0)
-        engine.run(request("cold", tokens(PROMPT, 1)))
-        engine.run(hit := request("hit", tokens(PROMPT, 1)))
+        engine.run(request("cold", random_tokens(PROMPT, 1)))
+        engine.run(hit := request("hit", random_tokens(PROMPT, 1)))
         waiting, written = engine.cache.writer.status()["waiting"], counts["written_chunks"]
         left = leftovers(small_disk / "cache")
         (small_disk / "of others").unlink()
@@ -235,17 +211,17 @@ class TestB07FullDisk:
     def test_own_shards_make_room(self, start: Start, small_disk: Path) -> None:
         """Evict and try again: what is newer takes the place of what is older."""
         engine = start(cache_dir=small_disk / "cache", disk_cap=1 << 30, options=EAGER)
-        engine.run(request("older", tokens(PROMPT, 1)))
+        engine.run(request("older", random_tokens(PROMPT, 1)))
         engine.cache.flush(5.0)
         engine.cache.clear("dram")
         older = shards(small_disk)
         fill(small_disk / "of others")
 
-        engine.run(request("newer", tokens(PROMPT, 2)))
+        engine.run(request("newer", random_tokens(PROMPT, 2)))
         wait_for(lambda: engine.cache.flush(5.0)["unsaved_chunks"] == 0)
         engine.cache.clear("dram")
         engine.reset(connector=False)
-        engine.run(again := request("again", tokens(PROMPT, 2)))
+        engine.run(again := request("again", random_tokens(PROMPT, 2)))
 
         assert len(older) == 4
         assert not set(older) <= set(shards(small_disk))
@@ -255,13 +231,13 @@ class TestB07FullDisk:
     def test_what_is_on_a_full_disk_is_served(self, start: Start, small_disk: Path) -> None:
         """Full, and then restarted: nothing that was durable is lost."""
         engine = start(cache_dir=small_disk / "cache", options=EAGER)
-        engine.run(request("a", tokens(PROMPT)))
+        engine.run(request("a", random_tokens(PROMPT)))
         engine.stop()
         fill(small_disk / "of others")
 
         second = start(cache_dir=small_disk / "cache", options=EAGER)
         second.cache.clear("dram")
-        second.run(again := request("b", tokens(PROMPT)))
+        second.run(again := request("b", random_tokens(PROMPT)))
 
         assert again.loaded_tokens == USABLE
         assert leftovers(small_disk / "cache") == []
@@ -305,7 +281,7 @@ class TestB09SlowDisk:
         engine.disk.write = slow  # type: ignore[assignment, method-assign]
         longest, waiting = 0.0, 0
         for i in range(40):
-            engine.submit(request(f"r{i}", tokens(2 * CHUNK + 1, i)))
+            engine.submit(request(f"r{i}", random_tokens(2 * CHUNK + 1, i)))
             while engine.waiting or engine.running:
                 began = time.monotonic()
                 engine.step()
@@ -314,8 +290,8 @@ class TestB09SlowDisk:
         counts = Counter(engine.cache.counts)
         gate.set()
         wait_for(lambda: engine.cache.flush(5.0)["unsaved_chunks"] == 0)
-        engine.run(request("after", tokens(2 * CHUNK + 1, 99)))
-        engine.run(again := request("again", tokens(2 * CHUNK + 1, 99)))
+        engine.run(request("after", random_tokens(2 * CHUNK + 1, 99)))
+        engine.run(again := request("again", random_tokens(2 * CHUNK + 1, 99)))
 
         assert longest < 1.0  # a write that is waited for takes as long as the gate
         assert waiting <= self.SLOTS
@@ -331,9 +307,9 @@ class TestB15Counters:
 
     def test_the_engine_holds_more_than_the_tiers(self, start: Start) -> None:
         engine = start(options=CacheOptions(persist="none"))
-        engine.run(request("a", tokens(PROMPT)))
+        engine.run(request("a", random_tokens(PROMPT)))
         engine.cache.clear("all")  # its own prefix cache has all blocks still
-        planned = request("b", tokens(PROMPT))
+        planned = request("b", random_tokens(PROMPT))
         engine.planner.new_request(planned)
 
         answers = [engine.planner.match(planned, local)[0] for local in range(0, USABLE + CHUNK, BLOCK)]
@@ -347,7 +323,7 @@ class TestB15Counters:
         rng = random.Random(seed)
         seen: list[int] = []
         for i in range(60):
-            req = engine.submit(request(f"r{i}", tokens(rng.randrange(1, 5 * CHUNK), rng.randrange(4))))
+            req = engine.submit(request(f"r{i}", random_tokens(rng.randrange(1, 5 * CHUNK), rng.randrange(4))))
             for _ in range(rng.randrange(4)):
                 engine.step()
             act = rng.randrange(8)

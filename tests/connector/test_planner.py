@@ -13,6 +13,7 @@ from kvsnap.cache import CacheOptions
 from kvsnap.preload import preload
 from tests.connector.toy_engine import ToyEngine, request
 from tests.disk_fakes import make_namespace
+from tests.waiting import wait_for
 
 Start = Callable[..., ToyEngine]
 
@@ -474,11 +475,3 @@ def test_preload_goes_on_when_its_time_is_up(start: Start) -> None:
 def all_hashed(engine: ToyEngine) -> bool:
     """Whether every chunk in DRAM has its checksum."""
     return all(chunk.dram_xxh3 for chunk in engine.cache.residency.index if chunk.slot >= 0)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Until a background thread has done its part; fails after 5 s."""
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.005)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,9 @@ from kvsnap.repository import Repository, shard_name
 from kvsnap.shard import ChunkEntry
 from kvsnap.snapshot_export import export_snapshot
 from kvsnap_connector.scheduler import SchedulerHalf
-from tests.connector.toy_engine import ToyEngine, request
+from tests.connector.toy_engine import ToyEngine, random_tokens, request, toy_engines
 from tests.disk_fakes import make_namespace
+from tests.waiting import wait_for
 
 CHUNK = 64
 MIB = 1 << 20
@@ -34,35 +34,14 @@ Start = Callable[..., ToyEngine]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    engines: list[ToyEngine] = []
-    (tmp_path / "shm").mkdir()
-
-    def make(**kwargs: Any) -> ToyEngine:
-        engine = ToyEngine(make_namespace(), tmp_path / "cache", tmp_path / "shm", prefix_caching=False, **kwargs)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.kill()
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(50_000) for _ in range(count)]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.005)
+    with toy_engines(tmp_path, prefix_caching=False) as make:
+        yield make
 
 
 def test_a_store_that_was_down_is_asked_again(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """B12: the breaker closes by itself; no restart."""
     leader = start()
-    leader.run(request("a", tokens(4 * CHUNK)))
+    leader.run(request("a", random_tokens(4 * CHUNK)))
     leader.stop()
     export_snapshot(tmp_path / "cache", str(tmp_path / "repository"), tag="base")
     opened = Repository.open(str(tmp_path / "repository"))
@@ -83,10 +62,10 @@ def test_a_store_that_was_down_is_asked_again(start: Start, tmp_path: Path, monk
         with monkeypatch.context() as down:
             down.setattr(opened.storage, "read_into", fail)
             while time.monotonic() >= remote._down_until:
-                replica.run(cold := request(f"cold {calls}", [*tokens(4 * CHUNK), calls], wants_store=False))
+                replica.run(cold := request(f"cold {calls}", [*random_tokens(4 * CHUNK), calls], wants_store=False))
                 assert cold.loaded_tokens == 0
         wait_for(lambda: time.monotonic() >= remote._down_until)
-        replica.run(warm := request("warm", [*tokens(4 * CHUNK), 7]))
+        replica.run(warm := request("warm", [*random_tokens(4 * CHUNK), 7]))
     finally:
         replica.kill()
 
@@ -97,9 +76,9 @@ def test_a_store_that_was_down_is_asked_again(start: Start, tmp_path: Path, monk
 def test_hot_chunks_that_were_never_written_are_soon_after_an_attach(start: Start) -> None:
     """Killed before its writer came to it, as after `kill -9`; the next engine needs no request for it."""
     first = start(options=CacheOptions(persist="none"))
-    first.run(request("a", tokens(3 * CHUNK + 1)), request("cold", tokens(CHUNK + 1, 1)))
+    first.run(request("a", random_tokens(3 * CHUNK + 1)), request("cold", random_tokens(CHUNK + 1, 1)))
     wait_for(lambda: not first.cache.has_pending_copies)
-    first.run(hit := request("b", tokens(3 * CHUNK + 1)))
+    first.run(hit := request("b", random_tokens(3 * CHUNK + 1)))
     assert hit.loaded_tokens == 3 * CHUNK
     wait_for(lambda: all(chunk.dram_xxh3 for chunk in first.cache.residency.index))
     first.kill()
@@ -115,7 +94,7 @@ def test_a_request_goes_before_what_a_preload_has_queued(start: Start, tmp_path:
     """`preload: background`: its own chunks are the next to be read, wherever they stand in the queue."""
     engine = start(slots=32)
     for seed in range(8):
-        engine.run(request(f"r{seed}", tokens(2 * CHUNK + 1, seed)))
+        engine.run(request(f"r{seed}", random_tokens(2 * CHUNK + 1, seed)))
     engine.stop()
     for file in (tmp_path / "shm").iterdir():
         file.unlink()
@@ -139,7 +118,7 @@ def test_a_request_goes_before_what_a_preload_has_queued(start: Start, tmp_path:
     assert began.wait(30)
     last = next(seed for seed in range(8) if _keys(second, seed)[-1] == bytes(wanted[-1].key))
 
-    second.submit(req := request("urgent", tokens(2 * CHUNK + 1, last)))
+    second.submit(req := request("urgent", random_tokens(2 * CHUNK + 1, last)))
     second.step()
     gate.set()
     second.run()
@@ -155,7 +134,7 @@ def _keys(engine: ToyEngine, seed: int) -> list[bytes]:
 
     ns = engine.namespace
     chain = KeyChain(root_key(ns.identity.hash(), ns.chunk_tokens), ns.chunk_tokens, ns.layout.block_tokens)
-    chain.extend(tokens(2 * CHUNK, seed))
+    chain.extend(random_tokens(2 * CHUNK, seed))
     return [bytes(key) for key in chain.keys]
 
 

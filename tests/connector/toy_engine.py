@@ -11,10 +11,13 @@ request is compared with what it must hold.
 from __future__ import annotations
 
 import hashlib
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from kvsnap_connector.copier import Bytes, CpuCopier, PageViews
 from kvsnap_connector.metadata import StepPlan
 from kvsnap_connector.planner import Planner
 from kvsnap_connector.worker import WorkerHalf
+from tests.disk_fakes import make_namespace
 
 _HANG_S = 60.0
 
@@ -350,3 +354,27 @@ class _FailingCopier(CpuCopier):
         if self._engine.fails_load(self._rank, block_ids):
             raise RuntimeError("the copy engine failed")
         super().scatter(area, block_ids)
+
+
+@contextmanager
+def toy_engines(folder: Path, **defaults: Any) -> Iterator[Callable[..., ToyEngine]]:
+    """Starts engines, one after the other, on the same two tiers unless told otherwise; kills them at the end."""
+    engines: list[ToyEngine] = []
+    (folder / "shm").mkdir()
+
+    def make(*, cache_dir: Path | None = None, **kwargs: Any) -> ToyEngine:
+        engine = ToyEngine(make_namespace(), cache_dir or folder / "cache", folder / "shm", **(defaults | kwargs))
+        engines.append(engine)
+        return engine
+
+    try:
+        yield make
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    """Token ids; equal seeds begin alike."""
+    rng = random.Random(seed)
+    return [rng.randrange(50_000) for _ in range(count)]

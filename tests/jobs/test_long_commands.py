@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.disk_fakes import make_namespace
 from tests.repository_fakes import check_whole
 from tests.snapshot_fakes import chain, chunks_at, filled_cache, flip, prompt, store
 from tests.storage.fake_s3 import BUCKET, Trouble, fake_s3
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,13 +76,6 @@ def process(*args: object, **env: str) -> Iterator[subprocess.Popen[str]]:
 def next_line(child: subprocess.Popen[str]) -> Any:
     assert child.stdout is not None
     return json.loads(child.stdout.readline())
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class TestSync:
