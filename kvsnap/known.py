@@ -39,6 +39,7 @@ class KnownChunks:
     def __init__(self, base: tuple[Manifest, Catalog] | None, objects: Mapping[str, int]) -> None:
         self.objects = dict(objects)
         """The shards in the repository: names, and their sizes [bytes]."""
+        self._learned: dict[ChunkKey, tuple[StoredShard, ChunkEntry, bytes]] = {}
         self._rows: dict[ChunkKey, int] = {}
         self._shards: list[StoredShard | None] = []
         if base is None:
@@ -53,6 +54,8 @@ class KnownChunks:
 
     def find(self, entry: ChunkEntry) -> tuple[StoredShard, ChunkEntry] | None:
         """Where the chunk of a local shard's `entry` is in the repository, and its entry there."""
+        if (learned := self._learned.get(entry.key)) is not None:
+            return learned[:2]
         row = self._rows.get(entry.key)
         if row is None:
             return None
@@ -66,14 +69,21 @@ class KnownChunks:
 
     def blake3(self, key: ChunkKey) -> bytes:
         """Of a chunk that `find` has found."""
+        if (learned := self._learned.get(key)) is not None:
+            return learned[2]
         digest: bytes = self._catalog.blake3[self._rows[key]].tobytes()
         return digest
+
+    def learn(self, stored: StoredShard, entries: Iterable[ChunkEntry], blake3: Mapping[ChunkKey, bytes]) -> None:
+        """The repository's shard holds all of these, whatever the snapshot names of it."""
+        self._learned.update((entry.key, (stored, entry, blake3[entry.key])) for entry in entries)
 
     def forget(self, names: Iterable[str]) -> None:
         """These objects are gone."""
         gone = set(names)
         self.objects = {name: nbytes for name, nbytes in self.objects.items() if name not in gone}
         self._shards = [s if s is not None and shard_name(s.digest) not in gone else None for s in self._shards]
+        self._learned = {k: row for k, row in self._learned.items() if shard_name(row[0].digest) not in gone}
 
 
 def list_shards(storage: Storage) -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from kvsnap.errors import (
     UntrustedError,
 )
 from kvsnap.gc_lists import removed_snapshots
-from kvsnap.known import KnownChunks, list_shards
+from kvsnap.known import KnownChunks, StoredShard, list_shards
 from kvsnap.local_shards import LocalShard, read_usage, scan_shards
 from kvsnap.manifest import CatalogRecord, Digest, Manifest, ShardRecord, Totals
 from kvsnap.namespace import Namespace
@@ -220,7 +221,9 @@ def _export(
             raise NotFoundError(_nothing(directory, selection, damaged))
         lost = len(damaged) + len(vanished)
         uploaded = _upload(selection, uploader, damaged, vanished, progress)
-        if len(damaged) + len(vanished) == lost and not _pruned_meanwhile(repository, session, uploader, uploaded):
+        if len(damaged) + len(vanished) > lost or _pruned_meanwhile(repository, session, uploader, uploaded):
+            continue
+        if not _learned(known, selection, uploaded):
             break
 
     publisher = _Publisher(repository, ns, selection, uploaded, parent, signer)
@@ -296,6 +299,24 @@ def _pruned_meanwhile(
             gone.add(name)
     uploader.forget(gone)
     return bool(gone)
+
+
+def _learned(known: KnownChunks, selection: Selection, uploaded: list[UploadedShard]) -> bool:
+    """Whether shards turned out to be one and the same file, which a snapshot names only once.
+
+    So it is where an earlier snapshot took a part of a local shard, and this one takes more of it: a shard is always
+    uploaded whole, and the earlier catalog doesn't tell of the rest.
+    """
+    times = Counter(shard.digest for shard in uploaded)
+    again = [
+        (source, shard)
+        for source, shard in zip(selection.shards, uploaded, strict=True)
+        if isinstance(source, LocalShard) and times[shard.digest] > 1
+    ]
+    for source, shard in again:
+        stored = StoredShard(digest=shard.digest, nbytes=shard.nbytes, scope=source.scope)
+        known.learn(stored, source.header.chunks, shard.blake3)
+    return bool(again)
 
 
 def _split(selection: Selection) -> list[list[ChunkEntry]]:

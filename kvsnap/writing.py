@@ -19,7 +19,7 @@ from kvsnap.canonical import sha256_hex
 from kvsnap.errors import StorageError
 from kvsnap.gc_lists import GcList, read_list, read_lists, replace_list
 from kvsnap.leases import LEASE_S, PRUNE_LEASE, Lease, LeaseLostError, break_lease, read_lease
-from kvsnap.manifest import Digest
+from kvsnap.manifest import Digest, decode_manifest
 from kvsnap.repository import Repository, catalog_name, manifest_name
 from kvsnap.signing import Signature, signature_name, store_signature
 
@@ -156,8 +156,10 @@ def publish_snapshot(
 
     Raises:
         LeaseLostError: the lease ran out. The snapshot may be there, and lack what a prune took meanwhile: start over.
+        IncompatibleError: nobody could read such a manifest, and it would stop every prune. Nothing was published.
     """
     snapshot = Digest(sha256_hex(manifest))
+    decode_manifest(manifest, expect=snapshot)
     names = (catalog_name(Digest(sha256_hex(catalog))), manifest_name(snapshot))
     session.keep((*names, signature_name(snapshot)))
     repository.put_object(names[0], catalog)

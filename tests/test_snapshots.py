@@ -15,8 +15,10 @@ from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, Kvs
 from kvsnap.listing import list_snapshots
 from kvsnap.namespace import Namespace
 from kvsnap.repository import Repository
+from kvsnap.repository_prune import prune_repository
 from kvsnap.snapshot_export import ExportReport, export_snapshot
 from kvsnap.snapshot_import import import_snapshot
+from kvsnap.snapshot_merge import merge_snapshots
 from kvsnap.storage import LocalStorage
 from kvsnap.tiers.disk import DiskTier, Shard
 from kvsnap.verify import verify_cache_dir, verify_snapshot
@@ -173,6 +175,29 @@ class TestExport:
 
         assert (report.num_chunks, report.num_unselected) == (3, 4)
         assert verify_snapshot(str(repo), "hot", read_data=True).is_good
+
+    @pytest.mark.parametrize("is_twice_here", [False, True])
+    def test_more_of_a_shard_that_is_there_already(
+        self, is_twice_here: bool, cache: Path, ns: Namespace, repo: Path, tmp_path: Path
+    ) -> None:
+        """A shard goes as a whole, the first snapshot names a part of it, the second all: once, as one shard."""
+        with DiskTier(cache, ns) as disk:
+            disk.store_usage([(chain(ns, prompt(2, 256, shared=128))[2].key, 3, time.time())])
+        export_snapshot(cache, str(repo), select="hot", tag="hot")
+        if is_twice_here:  # as after another engine wrote the same bytes
+            for path in shards_of(repo):
+                (cache / ns.dirname / "shards" / path.name).write_bytes(path.read_bytes())
+
+        whole = export_snapshot(cache, str(repo), tag="all")
+        again = export_snapshot(cache, str(repo), tag="all")
+
+        assert (whole.num_chunks, whole.num_shards, whole.sent_bytes) == (7, 2, 0)
+        assert (again.snapshot, again.is_new) == (whole.snapshot, False)
+        assert verify_snapshot(str(repo), "all", read_data=True).is_good
+        assert import_snapshot(str(repo), "all", tmp_path / "other").num_chunks == 7
+        merged = merge_snapshots(str(repo), ["hot", "all"], tag="merged")
+        assert verify_snapshot(str(repo), merged.snapshot, read_data=True).is_good
+        assert prune_repository(str(repo)).marked_objects == 0
 
     def test_max_bytes_takes_whole_shards_with_their_ancestors(self, cache: Path, ns: Namespace, repo: Path) -> None:
         """Invariant 6: the hotter shard needs the other one, and both don't fit, so the root's goes."""
