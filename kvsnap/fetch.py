@@ -10,12 +10,12 @@ from typing import NamedTuple
 from kvsnap.catalog import Catalog
 from kvsnap.direct_io import aligned_buffer
 from kvsnap.errors import CorruptChunkError, NotFoundError
-from kvsnap.local_shards import ChainCheck, header_length, parse_header
+from kvsnap.local_shards import ChainCheck
 from kvsnap.manifest import Digest
 from kvsnap.namespace import Namespace
 from kvsnap.plan import I64
 from kvsnap.repository import shard_name
-from kvsnap.shard import ShardHeader
+from kvsnap.shard import ShardHeader, decode_header, header_length
 from kvsnap.storage import Reader, Storage
 from kvsnap.tiers.disk import DiskTier, Shard
 from kvsnap.transfer import PIECE_BYTES, ShardHasher, new_hashes, pieces
@@ -180,7 +180,7 @@ def _read_header(reader: Reader, target: ShardTarget, ns: Namespace) -> ShardHea
 
 
 def _parse(head: bytearray, target: ShardTarget, ns: Namespace) -> ShardHeader:
-    header = parse_header(head, target.nbytes, ns)
+    header = decode_header(head, target.nbytes, ns)
     check_against_catalog(header, target, ns)
     return header
 

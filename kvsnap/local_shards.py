@@ -7,7 +7,6 @@ Nothing is changed and no lock is taken: a shard never changes, and one that van
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError, StorageError
 from kvsnap.keys import ChunkKey, root_key
 from kvsnap.namespace import Namespace
-from kvsnap.shard import MAX_HEADER_BYTES, ChunkEntry, ShardHeader, read_header
+from kvsnap.shard import ChunkEntry, ShardHeader, read_open_header
 from kvsnap.tiers import paths, usage
 
 IMPORTED_ID_DIGITS = 64
@@ -109,41 +108,6 @@ def open_shard(path: Path) -> Iterator[int]:
         raise StorageError(f"shard {path} can't be opened: {error.strerror or error}") from error
     try:
         yield fd
-    finally:
-        os.close(fd)
-
-
-def read_open_header(fd: int, ns: Namespace) -> ShardHeader:
-    """`read_header` of an open file; messages start with what is wrong, since the caller knows the name."""
-    try:
-        return read_header(fd, expect=ns)
-    except (CorruptChunkError, IncompatibleError, StorageError) as error:
-        text = re.sub(r"^file descriptor \d+ (?:is damaged: )?", "", str(error))
-        if isinstance(error, IncompatibleError):
-            raise IncompatibleError(text, error.fields) from None
-        raise type(error)(text) from None
-
-
-def header_length(start: bytes | bytearray, file_bytes: int) -> int:
-    """Bytes of a shard's header by its first 8, refused before anything is allocated for it (D18).
-
-    Raises:
-        CorruptChunkError: longer than any header, or than the file.
-    """
-    length = 8 + int.from_bytes(start[:8], "little")
-    if len(start) < 8 or length > min(8 + MAX_HEADER_BYTES, file_bytes):
-        raise CorruptChunkError(f"its header has {length} bytes, the file {file_bytes}")
-    return length
-
-
-def parse_header(head: bytes | bytearray, file_bytes: int, ns: Namespace) -> ShardHeader:
-    """The strict reader on the first `header_length` bytes of a shard that isn't a file here (yet)."""
-    # It wants a file of the full size; it doesn't read the data, so a hole does.
-    fd = os.memfd_create("kvsnap-header", os.MFD_CLOEXEC)
-    try:
-        os.truncate(fd, file_bytes)
-        os.pwrite(fd, head, 0)
-        return read_open_header(fd, ns)
     finally:
         os.close(fd)
 

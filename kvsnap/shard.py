@@ -28,7 +28,7 @@ from kvsnap.shard_fields import CODEC_RAW, RowCheck, parse_metadata, render_meta
 from kvsnap.shard_tensors import GeometryTensors, HeaderTensors, Tensors, check_tensors, load_strict
 
 MAX_HEADER_BYTES = 32 << 20
-"""Longest header that a reader takes; checked before anything is allocated for it (D18)."""
+"""Longest header that a reader takes; checked before anything is allocated for it, for the file may be a stranger's."""
 MAX_CHUNKS = 512
 """Most chunks in a shard."""
 TARGET_BYTES = 128 << 20
@@ -121,27 +121,47 @@ def encode_header(ns: Namespace, scope: str, chunks: Sequence[Chunk]) -> tuple[b
     data = text.encode("ascii")
     length = padded(8 + len(data)) - 8
     header = length.to_bytes(8, "little") + data.ljust(length)
-    return header, _decode(header, len(header) + offset, ns, "new shard").chunks
+    return header, decode_header(header, len(header) + offset, ns).chunks
 
 
-def read_header(file: Path | int, *, expect: Namespace | None = None) -> ShardHeader:
-    """Read and check the header of a shard, given its path or an open file descriptor.
-
-    With `expect`, the shard must be of this namespace and its tensors exactly as the layout says; without, they must
-    agree with each other. The data is not read.
+def read_header(path: Path, *, expect: Namespace | None = None) -> ShardHeader:
+    """Read and check the header of the shard at `path`; see `decode_header`.
 
     Raises:
         CorruptChunkError: the header, or the length of the file, isn't exactly right; says what.
         IncompatibleError: another namespace, format or codec.
         StorageError: vanished, a symbolic link, not a file, no permission, an I/O error.
     """
-    if isinstance(file, int):
-        return _read_header(file, expect, f"file descriptor {file}")
-    fd = open_read(file, direct=False)
+    fd = open_read(path, direct=False)
     try:
-        return _read_header(fd, expect, f"shard {file.name}")
+        return read_open_header(fd, expect)
+    except CorruptChunkError as error:
+        raise CorruptChunkError(f"shard {path.name} is damaged: {error}") from None
+    except IncompatibleError as error:
+        raise IncompatibleError(f"shard {path.name} {error}", error.fields) from None
+    except StorageError as error:
+        raise StorageError(f"shard {path.name} {error}") from error
     finally:
         os.close(fd)
+
+
+def read_open_header(fd: int, expect: Namespace | None) -> ShardHeader:
+    """`read_header` of an open file; messages start with what is wrong, since the caller knows the name."""
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise StorageError("is not a regular file")
+        head = os.pread(fd, min(FIRST_READ, found.st_size), 0)
+        length = header_length(head, found.st_size)
+        while len(head) < length:
+            more = os.pread(fd, length - len(head), len(head))
+            if not more:
+                raise CorruptChunkError(f"it ends at byte {len(head)}, inside its header")
+            head += more
+    except OSError as error:
+        what = "is a directory" if error.errno == errno.EISDIR else f"can't be read: {error.strerror or error}"
+        raise StorageError(what) from error
+    return decode_header(head[:length], found.st_size, expect)
 
 
 def write_shard(fd: int, header: bytes, chunks: Iterable[Sequence[memoryview]]) -> int:
@@ -160,47 +180,40 @@ def write_shard(fd: int, header: bytes, chunks: Iterable[Sequence[memoryview]]) 
     return write_stream(fd, parts())
 
 
-def _read_header(fd: int, expect: Namespace | None, where: str) -> ShardHeader:
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise StorageError(f"{where} is not a regular file")
-        head = os.pread(fd, min(FIRST_READ, found.st_size), 0)
-        length = _header_length(head, found.st_size, where)
-        while len(head) < 8 + length:
-            more = os.pread(fd, 8 + length - len(head), len(head))
-            if not more:
-                raise CorruptChunkError(f"{where} is damaged: it ends at byte {len(head)}, inside its header")
-            head += more
-    except OSError as error:
-        what = "is a directory" if error.errno == errno.EISDIR else f"can't be read: {error.strerror or error}"
-        raise StorageError(f"{where} {what}") from error
-    return _decode(head[: 8 + length], found.st_size, expect, where)
+def header_length(start: bytes | bytearray, file_bytes: int) -> int:
+    """8+N of a shard by its first 8 bytes, refused before anything is allocated for it.
 
-
-def _header_length(head: bytes, file_bytes: int, where: str) -> int:
-    """N, once it is known to be sane."""
-    if len(head) < 8:
-        raise CorruptChunkError(f"{where} is damaged: it has {file_bytes} bytes, expected at least 8")
-    length = int.from_bytes(head[:8], "little")
+    Raises:
+        CorruptChunkError: longer than any header, or than the file, or not where data can start.
+    """
+    if len(start) < 8:
+        raise CorruptChunkError(f"it has {file_bytes} bytes, expected at least 8")
+    length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER_BYTES:
-        raise CorruptChunkError(f"{where} is damaged: header length {length}, expected at most {MAX_HEADER_BYTES}")
+        raise CorruptChunkError(f"header length {length}, expected at most {MAX_HEADER_BYTES}")
     if 8 + length > file_bytes:
-        raise CorruptChunkError(f"{where} is damaged: header length {length}, but it has {file_bytes} bytes in all")
+        raise CorruptChunkError(f"header length {length}, but it has {file_bytes} bytes in all")
     if (8 + length) % ALIGN:
-        raise CorruptChunkError(f"{where} is damaged: data starts at byte {8 + length}, expected a multiple of {ALIGN}")
-    return length
+        raise CorruptChunkError(f"data starts at byte {8 + length}, expected a multiple of {ALIGN}")
+    return 8 + length
 
 
-def _decode(head: bytes, file_bytes: int, expect: Namespace | None, where: str) -> ShardHeader:
+def decode_header(head: bytes, file_bytes: int, expect: Namespace | None) -> ShardHeader:
+    """Check a header, given the first `header_length` bytes of a file of `file_bytes`; the data is not looked at.
+
+    With `expect`, the shard must be of this namespace and its tensors exactly as the layout says; without, they must
+    agree with each other.
+
+    Raises:
+        CorruptChunkError: the header, or the length of the file, isn't exactly right; says what, not where.
+        IncompatibleError: another namespace, format or codec.
+    """
     try:
         return _parse(head, file_bytes, expect)
-    except CorruptChunkError as error:
-        raise CorruptChunkError(f"{where} is damaged: {error}") from None
     except IncompatibleError as error:
-        raise IncompatibleError(f"{where} is not of this namespace: {error}", error.fields) from None
+        raise IncompatibleError(f"is not of this namespace: {error}", error.fields) from None
     except (ValueError, RecursionError) as error:
-        raise CorruptChunkError(f"{where} is damaged: its header is not valid JSON: {error}") from None
+        raise CorruptChunkError(f"its header is not valid JSON: {error}") from None
 
 
 def _parse(head: bytes, file_bytes: int, expect: Namespace | None) -> ShardHeader:

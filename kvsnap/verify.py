@@ -26,12 +26,11 @@ from kvsnap.errors import (
     UntrustedError,
 )
 from kvsnap.fetch import ShardTarget, check_against_catalog
-from kvsnap.local_shards import header_length, parse_header
 from kvsnap.manifest import Digest, Manifest, decode_manifest
 from kvsnap.namespace import Namespace
 from kvsnap.repository import Repository, catalog_name, manifest_name, ref_name, shard_name
 from kvsnap.runtime import widen_affinity
-from kvsnap.shard import FIRST_READ, ShardHeader
+from kvsnap.shard import FIRST_READ, ShardHeader, decode_header, header_length
 from kvsnap.signing import check_signed, signature_name
 from kvsnap.storage import RefusedError, ShortReadError, Storage
 from kvsnap.transfer import NUM_WORKERS, Progress, ShardHasher, pieces
@@ -317,7 +316,7 @@ def _stored_header(storage: Storage, ns: Namespace, name: str, nbytes: int) -> S
         start += rest
     if found < length:
         raise CorruptChunkError(f"it ends at byte {found}, inside its header of {length} bytes")
-    return parse_header(start[:length], nbytes, ns)
+    return decode_header(start[:length], nbytes, ns)
 
 
 def _is_ref(repository: Repository, name: str) -> bool:

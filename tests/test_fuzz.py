@@ -25,10 +25,9 @@ from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, Kvs
 from kvsnap.features import check_marker, decode_marker
 from kvsnap.gc_lists import read_list
 from kvsnap.leases import read_lease
-from kvsnap.local_shards import header_length, parse_header
 from kvsnap.manifest import Digest, decode_manifest
 from kvsnap.repository import Repository, decode_ref
-from kvsnap.shard import ShardHeader, read_header
+from kvsnap.shard import ShardHeader, decode_header, header_length, read_header
 from kvsnap.signing import Signature, decode_signatures, encode_signatures
 from kvsnap.storage import MemoryStorage
 from kvsnap.tiers import usage
@@ -357,7 +356,7 @@ class TestShardHeader:
 
         def read() -> ShardHeader:
             length = header_length(data[:8], len(data))
-            return parse_header(data[:length], len(data), DECODED.namespace)
+            return decode_header(data[:length], len(data), DECODED.namespace)
 
         with at_most(2 * MIB):
             refused_or_same(read, ORIGINAL_HEADER)
@@ -385,7 +384,7 @@ class TestShardHeader:
             read_header(path, expect=DECODED.namespace)
 
 
-ORIGINAL_HEADER = parse_header(SHARD[: header_length(SHARD[:8], len(SHARD))], len(SHARD), DECODED.namespace)
+ORIGINAL_HEADER = decode_header(SHARD[: header_length(SHARD[:8], len(SHARD))], len(SHARD), DECODED.namespace)
 
 
 class TestSmallObjects:
