@@ -44,7 +44,13 @@ def start_once(cache_dir: Path, dram_dir: Path, dram: int, what: str) -> None:
     `what`: `start` (the constructor and the handshake), `preload` (only the preload that follows), `fill` (preload,
     then die as by `kill -9`, so that the DRAM file stays).
     """
-    config = Config(cache_dir=cache_dir, dram=str(dram), dram_dir=dram_dir, disk="64GiB", preload="off")
+    config = Config(
+        cache_dir=cache_dir,
+        dram=str(dram),
+        dram_dir=dram_dir,
+        disk="64GiB",
+        preload="blocking" if what == "start" else "off",
+    )
     began = time.perf_counter()
     half = SchedulerHalf(namespace=smollm2(), config=config, engine_id="benchmark", world_size=1)
     assert half.tier is not None

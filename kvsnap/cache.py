@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsnap.attach import attach
+from kvsnap.errors import StorageError
 from kvsnap.index import ABSENT, FILLING, READING, READY, UNCHECKED, Chunk
 from kvsnap.keys import ChunkKey, KeyChain
 from kvsnap.match import Match, Promise, cut
@@ -96,6 +97,8 @@ class TieredCache:
         """A snapshot whose chunks can be fetched one by one, until its import is through."""
         self.disk_clears = 0
         """How often the disk tier was cleared."""
+        self.is_clearing = False
+        """Whether the disk tier is being cleared: nothing is read from it."""
         self._num_promised = 0
         self._stop_prefault: list[bool] = []
         self._filling: dict[tuple[int, int], Chunk] = {}
@@ -107,9 +110,10 @@ class TieredCache:
         self.shards = ShardMap(self.residency, self.geometry)
         if disk is not None:
             with _without_gc():
+                self.shards.apply_usage(disk.news_of_usage().items())
                 self.shards.adopt(disk.scan())
-                self.shards.apply_usage(disk.load_usage())
-            disk.enforce_cap()  # the cap may be smaller than at the last start
+                self.shards.expect_nothing()
+            self._enforce_cap(disk)
 
     def start(self) -> None:
         """Start the threads; before that nothing moves."""
@@ -118,7 +122,7 @@ class TieredCache:
         with self.lock:
             unchecked = [chunk for chunk in self.residency.index if chunk.state == UNCHECKED]
         unchecked.sort(key=lambda c: (-self.residency.score(c), c.depth))
-        self.promoter.later(unchecked)
+        self.promoter.check(unchecked)
         threading.Thread(target=self._prefault, name="kvsnap-prefault", daemon=True).start()
 
     # -- lookup ----------------------------------------------------------------------
@@ -207,7 +211,7 @@ class TieredCache:
                 self.residency.touch(chunk, hit=hit)
                 if chunk.slot >= 0:
                     self.dram.touch(chunk.slot, chunk.hits, chunk.last_use)
-                if hit and self.options.persist in ("auto", "hot"):
+                if hit:
                     self.writer.want(chunk)
 
     # -- stores ----------------------------------------------------------------------
@@ -240,11 +244,7 @@ class TieredCache:
             if present is not None and present.slot >= 0:
                 self.counts["stores_skipped_present"] += 1  # a promotion was faster
                 return None
-            if above is not None:
-                self.residency.shield([above])
-            slot = self.residency.take_slot(self.writer.is_droppable)
-            if above is not None:
-                self.residency.unshield([above])
+            slot = self.take_slot(above)
             if slot is None:
                 self.counts["stores_skipped_no_slot"] += 1
                 self.writer.wake()
@@ -253,9 +253,7 @@ class TieredCache:
             if chunk is None:
                 chunk = Chunk(key, above if above is not None else parent, depth, tokens, scope, block_keys)
                 index.add(chunk)
-            generation = self.dram.begin(slot)
-            self.residency.occupy(chunk, slot, generation, FILLING)
-            self.residency.begin_op(slot)
+            generation = self.begin_fill(chunk, slot, FILLING)
             self.residency.touch(chunk, hit=False)
             self._filling[slot, generation] = chunk
             self.counts["stores"] += 1
@@ -307,6 +305,14 @@ class TieredCache:
     def clear(self, tier: str) -> dict[str, int]:
         """Remove all chunks of `dram`, `disk` or `all`; returns the numbers removed by tier."""
         removed: dict[str, int] = {}
+        self.is_clearing = tier != "dram"  # what is read from a shard that is about to go would come back
+        try:
+            self._clear(tier, removed)
+        finally:
+            self.is_clearing = False
+        return removed
+
+    def _clear(self, tier: str, removed: dict[str, int]) -> None:
         if tier in ("dram", "all"):
             with self.lock:
                 removed["dram_chunks"] = self.residency.vacate_all()
@@ -317,7 +323,6 @@ class TieredCache:
                 with self.lock:  # one at a time: the engine must not wait for all of them
                     removed["disk_chunks"] += self.shards.forget(shard_id)
             removed["disk_shards"], removed["disk_bytes"] = self.disk.clear()
-        return removed
 
     def flush(self, timeout_s: float) -> dict[str, Any]:
         """Write everything that may be written and isn't yet; wait for it at most `timeout_s` seconds."""
@@ -365,6 +370,24 @@ class TieredCache:
         if self.disk is not None:
             self.disk.close()
 
+    # -- called under the lock -------------------------------------------------------
+
+    def take_slot(self, above: Chunk | None) -> int | None:
+        """A slot for a child of `above`, which is not evicted for it; None if there is none without a write."""
+        parents = [] if above is None else [above]
+        self.residency.shield(parents)
+        try:
+            return self.residency.take_slot(self.writer.is_droppable)
+        finally:
+            self.residency.unshield(parents)
+
+    def begin_fill(self, chunk: Chunk, slot: int, state: int) -> int:
+        """The slot belongs to the chunk, which is FILLING or READING; it is held for that. Returns its generation."""
+        generation = self.dram.begin(slot)
+        self.residency.occupy(chunk, slot, generation, state)
+        self.residency.begin_op(slot)
+        return generation
+
     # -- called by the threads -------------------------------------------------------
 
     def set_checksum(self, chunk: Chunk, slot: int, generation: int, xxh3: bytes) -> None:
@@ -376,6 +399,13 @@ class TieredCache:
             self.residency.end_op(slot)
 
     # -- inside ----------------------------------------------------------------------
+
+    def _enforce_cap(self, disk: DiskTier) -> None:
+        """The cap may be smaller than at the last start."""
+        try:
+            disk.enforce_cap()
+        except StorageError as error:  # the next write makes room
+            log.warning("kvsnap: the disk tier may be over its cap for now: %s", error)
 
     def _bytes_of(self, chunks: Iterable[Chunk]) -> int:
         return sum(self.geometry.chunk_bytes(chunk.tokens) for chunk in chunks)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy as np
 from kvsnap.errors import CorruptChunkError, KvsnapError
 from kvsnap.eviction_plan import COMPACT_BELOW, DiskView, plan_eviction
 from kvsnap.index import READING, Chunk
+from kvsnap.runtime import in_turns
 from kvsnap.shard import ChunkEntry
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ TIDY_EVERY_S = 10.0
 _LOOK_AT = 16
 _AT_ONCE = 32
 _ROWS_AT_ONCE = 1024
-_BREATH_S = 0.0002
 
 
 class DiskEviction:
@@ -151,7 +150,7 @@ class DiskEviction:
         chunks: list[Chunk] = []
         rows: dict[Chunk, int] = {}
         table: list[tuple[float, int, int, int, bool]] = []
-        for few in _in_slices(known):
+        for few in in_turns(known, _ROWS_AT_ONCE):
             for chunk in few:
                 position = positions.get(chunk.shard or "")
                 if position is not None:
@@ -161,7 +160,7 @@ class DiskEviction:
                     nbytes = cache.geometry.chunk_bytes(chunk.tokens)
                     table.append((cache.residency.score(chunk), chunk.depth, position, nbytes, is_pinned))
         parents: list[int] = []
-        for few in _in_slices(chunks):
+        for few in in_turns(chunks, _ROWS_AT_ONCE):
             parents.extend(rows.get(chunk.parent, -1) if chunk.parent is not None else -1 for chunk in few)
         score, depth, shard, sizes_of, pinned = zip(*table, strict=True) if table else ((), (), (), (), ())
         view = DiskView(
@@ -179,7 +178,7 @@ class DiskEviction:
     def _kill(self, victims: Sequence[Chunk]) -> None:
         """Chunks lose their place on disk, children first, a few at a time."""
         cache = self._cache
-        for few in _in_slices(victims, _AT_ONCE):
+        for few in in_turns(victims, _AT_ONCE):
             with cache.lock:
                 for chunk in few:
                     if chunk.shard is not None:
@@ -234,11 +233,3 @@ class DiskEviction:
             found = [self._cache.residency.index.get(entry.key) for entry in entries]
         alive = [chunk for chunk in found if chunk is not None and chunk.shard == shard_id]
         return sorted(alive, key=lambda chunk: -chunk.depth)
-
-
-def _in_slices(items: Sequence[Chunk], size: int = _ROWS_AT_ONCE) -> Iterator[list[Chunk]]:
-    """A few at a time; in between other threads have their turn."""
-    upcoming = iter(items)
-    while few := list(islice(upcoming, size)):
-        yield few
-        time.sleep(_BREATH_S)

@@ -18,30 +18,41 @@ Progress = Callable[[int, int], None]
 """Called every few seconds with (bytes done, bytes in all)."""
 
 
-def preload(
-    cache: TieredCache, budget_bytes: int, timeout_s: float, progress: Progress | None = None
-) -> tuple[int, int]:
-    """Promote into free slots, hottest first, parents first.
+class Preload:
+    """Promotes into free slots, hottest first, parents first; begins at once and goes on by itself.
 
     Args:
         cache: Its threads must run.
         budget_bytes: Most bytes to promote.
-        timeout_s: Longest wait; what is left then goes on in the background, behind
-            whatever requests wait for.
-        progress: See `Progress`.
-
-    Returns:
-        (chunks, bytes) that are in DRAM now and were not before.
     """
-    deadline = time.monotonic() + timeout_s
-    wanted = hottest_on_disk(cache, budget_bytes)
-    cache.promoter.later(wanted)
-    in_all = _bytes_of(cache, wanted)
-    while time.monotonic() < deadline and not cache.promoter.wait_later(deadline, _PROGRESS_S):
-        if progress is not None:
-            progress(_bytes_of(cache, (c for c in wanted if c.state == READY)), in_all)
-    loaded = [chunk for chunk in wanted if chunk.state == READY]
-    return len(loaded), _bytes_of(cache, loaded)
+
+    def __init__(self, cache: TieredCache, budget_bytes: int) -> None:
+        self._cache = cache
+        self._wanted = hottest_on_disk(cache, budget_bytes)
+        cache.promoter.preload(self._wanted)
+
+    def wait(self, timeout_s: float, progress: Progress | None = None) -> bool:
+        """Wait until it is through; False if it isn't after `timeout_s`: it goes on, behind what requests wait for."""
+        deadline = time.monotonic() + timeout_s
+        in_all = _bytes_of(self._cache, self._wanted)
+        while not self._cache.promoter.wait_preload(min(deadline, time.monotonic() + _PROGRESS_S)):
+            if time.monotonic() >= deadline:
+                return False
+            if progress is not None:
+                progress(self.loaded()[1], in_all)
+        return True
+
+    def loaded(self) -> tuple[int, int]:
+        """(chunks, bytes) that are in DRAM now and were not before."""
+        loaded = [chunk for chunk in self._wanted if chunk.state == READY]
+        return len(loaded), _bytes_of(self._cache, loaded)
+
+
+def preload(cache: TieredCache, budget_bytes: int, timeout_s: float) -> tuple[int, int]:
+    """A `Preload`, waited for at most `timeout_s`; what it has loaded by then."""
+    begun = Preload(cache, budget_bytes)
+    begun.wait(timeout_s)
+    return begun.loaded()
 
 
 def hottest_on_disk(cache: TieredCache, budget_bytes: int) -> list[Chunk]:

@@ -1,6 +1,6 @@
 """Reads chunks from disk into DRAM slots, and checks what an attach found.
 
-A few daemon threads take jobs from a queue. Each read goes straight into the slot's
+A few daemon threads take jobs from queues. Each read goes straight into the slot's
 shared memory; the checksum decides whether the chunk is offered. Bad or vanished bytes
 cost the chunk, never the caller (invariant 2).
 """
@@ -8,23 +8,24 @@ cost the chunk, never the caller (invariant 2).
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvsnap.errors import KvsnapError, StorageError
 from kvsnap.index import Chunk
 from kvsnap.remote import RemoteSnapshot
-from kvsnap.runtime import widen_affinity
 from kvsnap.shard import ChunkEntry, checksum
+from kvsnap.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from kvsnap.cache import TieredCache
 
 log = logging.getLogger(__name__)
+
+_URGENT, _PRELOAD, _CHECK = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,90 +61,60 @@ class ReadJob:
 class Promoter:
     """The reading threads of one cache.
 
-    What a request waits for goes first; checks of an attached tier and preloads are done
-    in between, one at a time and thread, so that a request never queues behind them.
+    What a request waits for goes first; preloads, and after them checks of an attached tier, are done in between, one
+    at a time and thread, so that a request never queues behind them. What comes from a snapshot has threads of its
+    own: a store that does not answer must not keep anybody from the disk.
     """
 
     def __init__(self, cache: TieredCache, num_threads: int) -> None:
         self._cache = cache
-        self._num_threads = num_threads
-        self._jobs: deque[ReadJob] = deque()
-        self._later: deque[Chunk] = deque()
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        self._stopping = False
+        self._reads = WorkQueue("kvsnap-read", num_threads, num_levels=3)
+        self._fetches = WorkQueue("kvsnap-fetch", num_threads)
         self._warned: set[str] = set()
-        self._num_later_running = 0
-        self.num_pending = 0
-        """Reads and checks that requests wait for; the writer holds back while there are any."""
 
     def start(self) -> None:
         """Start the threads."""
-        for number in range(self._num_threads):
-            thread = threading.Thread(target=self._run, name=f"kvsnap-read-{number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._reads.start()
 
     def stop(self) -> None:
         """Let the running reads finish and end the threads; jobs not yet begun are dropped."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(timeout=1.0)
+        self._reads.stop()
+        self._fetches.stop()
 
     def submit(self, jobs: Sequence[ReadJob]) -> None:
         """Queue jobs; their slots are held by operation pins already."""
-        with self._changed:
-            self.num_pending += len(jobs)
-            self._jobs.extend(jobs)
-            self._changed.notify_all()
+        fetches = [job for job in jobs if job.source is not None]
+        if fetches:
+            self._fetches.start()  # most engines never need these threads
+            self._fetches.add(_URGENT, (partial(self._do, job) for job in fetches))
+        self._reads.add(_URGENT, (partial(self._do, job) for job in jobs if job.source is None))
 
-    def later(self, chunks: Iterable[Chunk]) -> None:
-        """Check or promote these when no request waits, in this order, parents first; only into free slots."""
-        with self._changed:
-            self._later.extend(chunks)
-            self._changed.notify_all()
+    def preload(self, chunks: Iterable[Chunk]) -> None:
+        """Promote these when no request waits, in this order, parents first; only into free slots."""
+        self._reads.add(_PRELOAD, (partial(self._do_later, chunk) for chunk in chunks))
+
+    def check(self, chunks: Iterable[Chunk]) -> None:
+        """Check these, which an attach has found, when there is nothing else to do."""
+        self._reads.add(_CHECK, (partial(self._do_later, chunk) for chunk in chunks))
+
+    @property
+    def num_pending(self) -> int:
+        """Reads and checks that requests wait for; the writer holds back while there are any."""
+        return self._reads.count(_URGENT)
 
     @property
     def num_later(self) -> int:
-        """Chunks given to `later` that are not through yet."""
-        return len(self._later) + self._num_later_running
+        """Chunks given to `preload` or `check` that are not through yet."""
+        return self._reads.count(_PRELOAD) + self._reads.count(_CHECK)
 
-    def wait_later(self, deadline: float, every_s: float = 0.1) -> bool:
-        """Wait until `later` is through, at most `every_s` and until `deadline` (monotonic); whether it is."""
-        end = min(deadline, time.monotonic() + every_s)
-        with self._changed:
-            while self.num_later:
-                left = end - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+    def wait_preload(self, deadline: float) -> bool:
+        """Wait until all given to `preload` is through, or the threads stop; False if `deadline` comes first."""
+        return self._reads.wait(_PRELOAD, deadline)
 
-    def _run(self) -> None:
-        widen_affinity()
-        while True:
-            with self._changed:
-                while not (self._jobs or self._later or self._stopping):
-                    self._changed.wait()
-                if self._stopping:
-                    return
-                job = self._jobs.popleft() if self._jobs else None
-                chunk = self._later.popleft() if job is None else None
-                self._num_later_running += chunk is not None
-            try:
-                if job is None and chunk is not None:
-                    later = self._cache.promotion.background_job(chunk)
-                    if later is not None:
-                        self._do(later)
-                elif job is not None:
-                    self._do(job)
-            finally:
-                with self._changed:
-                    self.num_pending -= job is not None
-                    self._num_later_running -= chunk is not None
-                    self._changed.notify_all()
+    def _do_later(self, chunk: Chunk) -> None:
+        job = self._cache.promotion.background_job(chunk)
+        if job is not None:
+            self._do(job)
 
     def _do(self, job: ReadJob) -> None:
         good = False
@@ -186,9 +157,7 @@ class Promoter:
             self._warn("storage", f"{error}; treated as a miss")
             self._cache.writer.lose(job.shard, chunk)
             return False
-        # Several are in flight, so one read's share of the disk is not the disk's speed.
-        in_flight = max(1, min(self.num_pending, self._num_threads))
-        self._cache.rates.saw_read(nbytes * in_flight, time.monotonic() - started)
+        self._cache.rates.saw_read(nbytes * _in_flight(self._reads), time.monotonic() - started)
         if not good:
             self._cache.counts["damaged_chunks"] += 1
             log.warning("kvsnap: shard %s is damaged at chunk %s: treated as a miss", job.shard, chunk.key.hex()[:12])
@@ -204,6 +173,8 @@ class Promoter:
             return replace(job, shard=chunk.shard, offset=chunk.offset)
 
     def _fetch(self, job: ReadJob, source: RemoteSnapshot) -> bool:
+        if source.is_down:  # since this was queued
+            return False
         views = self._cache.dram.views(job.slot, job.chunk.tokens)
         started = time.monotonic()
         try:
@@ -215,8 +186,7 @@ class Promoter:
             return False
         source.answered(good=True)
         nbytes = sum(view.nbytes for view in views)
-        in_flight = max(1, min(self.num_pending, self._num_threads))
-        self._cache.rates.saw_fetch(nbytes * in_flight, time.monotonic() - started)
+        self._cache.rates.saw_fetch(nbytes * _in_flight(self._fetches), time.monotonic() - started)
         if not good:
             self._cache.counts["damaged_fetches"] += 1
             source.lose(job.row)
@@ -234,3 +204,8 @@ class Promoter:
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("kvsnap: %s (further ones of this kind are only counted)", text)
+
+
+def _in_flight(queue: WorkQueue) -> int:
+    """How many reads share the disk or the network now: one's share is not the whole speed."""
+    return max(1, min(queue.count(_URGENT), queue.num_threads))

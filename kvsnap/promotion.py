@@ -86,6 +86,8 @@ class Promotion:
         """A read or check is over: offer the chunk, or drop it with its descendants in DRAM."""
         cache = self._cache
         with cache.lock:
+            if cache.is_closed:
+                return
             chunk = job.chunk
             if chunk.slot == job.slot and chunk.generation == job.generation and chunk.state == READING:
                 parent_ok = chunk.parent is None or chunk.parent.slot >= 0
@@ -95,8 +97,8 @@ class Promotion:
                         cache.dram.commit(cache.record(chunk))
                     cache.residency.ready(chunk)
                     cache.counts[job.kind] += 1
-                    if chunk.hits and cache.options.persist in ("auto", "hot"):
-                        cache.writer.want(chunk)  # hot, and the last engine did not get to write it
+                    if chunk.hits or cache.options.persist == "all":
+                        cache.writer.want(chunk)  # the last engine did not get to write it
                 else:
                     cache.residency.vacate_subtree(chunk)
             cache.residency.end_op(job.slot)
@@ -105,15 +107,15 @@ class Promotion:
 
     def _read_job(self, chunk: Chunk) -> ReadJob | None:
         cache = self._cache
-        if chunk.shard is None or cache.disk is None or (chunk.parent is not None and chunk.parent.slot < 0):
+        if chunk.shard is None or cache.disk is None or cache.is_clearing:
             return None
-        slot = cache.residency.take_slot(cache.writer.is_droppable)
+        if chunk.parent is not None and chunk.parent.slot < 0:
+            return None
+        slot = cache.take_slot(chunk.parent)
         if slot is None:
             cache.counts["promotions_shortened"] += 1
             return None
-        generation = cache.dram.begin(slot)
-        cache.residency.occupy(chunk, slot, generation, READING)
-        cache.residency.begin_op(slot)
+        generation = cache.begin_fill(chunk, slot, READING)
         return ReadJob(
             chunk=chunk, slot=slot, generation=generation, shard=chunk.shard, offset=chunk.offset, xxh3=chunk.shard_xxh3
         )
@@ -121,10 +123,7 @@ class Promotion:
     def _fetch_job(self, chain: KeyChain, remote: RemoteChunk, parent: Chunk | None, scope: str) -> ReadJob | None:
         cache = self._cache
         source = cache.remote
-        shielded = [] if parent is None else [parent]
-        cache.residency.shield(shielded)
-        slot = cache.residency.take_slot(cache.writer.is_droppable) if source is not None else None
-        cache.residency.unshield(shielded)
+        slot = cache.take_slot(parent) if source is not None else None
         if source is None or slot is None:
             return None
         above = parent if parent is not None else chain.parent_of(0)
@@ -132,9 +131,7 @@ class Promotion:
         block_keys = chain.tail_block_keys(remote.index, end)
         chunk = Chunk(remote.key, above, remote.index, cache.namespace.chunk_tokens, scope, block_keys)
         cache.residency.index.add(chunk)
-        generation = cache.dram.begin(slot)
-        cache.residency.occupy(chunk, slot, generation, READING)
-        cache.residency.begin_op(slot)
+        generation = cache.begin_fill(chunk, slot, READING)
         return ReadJob(
             chunk=chunk, slot=slot, generation=generation, shard=None, offset=0, xxh3=source.xxh3(remote.row),
             row=remote.row, source=source,

@@ -74,7 +74,7 @@ class RemoteSnapshot:
     def run(self, keys: Sequence[ChunkKey], start: int, tokens: int) -> list[RemoteChunk]:
         """The full chunks of `keys[start:]` up to the first that the snapshot has not."""
         found: list[RemoteChunk] = []
-        if time.monotonic() < self._down_until:
+        if self.is_down:
             return found
         for index in range(start, len(keys)):
             row = self.find(keys[index], tokens)
@@ -82,6 +82,11 @@ class RemoteSnapshot:
                 break
             found.append(RemoteChunk(row=row, key=keys[index], index=index, nbytes=int(self._catalog.nbytes[row])))
         return found
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the repository is left alone for a while."""
+        return time.monotonic() < self._down_until
 
     def lose(self, row: int) -> None:
         """The chunk's bytes are not what the catalog says: never asked for again."""

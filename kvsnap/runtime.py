@@ -6,9 +6,17 @@ import contextlib
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from kvsnap.errors import StorageError
+
+T = TypeVar("T")
+
+_BREATH_S = 0.0002
 
 
 def runtime_dir() -> Path:
@@ -55,6 +63,14 @@ def widen_affinity() -> None:
         with contextlib.suppress(OSError):
             allowed |= os.sched_getaffinity(os.getppid())
         os.sched_setaffinity(0, allowed)
+
+
+def in_turns(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """`size` of the items at a time; in between other threads have their turn, at the interpreter and at any lock."""
+    upcoming = iter(items)
+    while few := list(islice(upcoming, size)):
+        yield few
+        time.sleep(_BREATH_S)
 
 
 def _private_dir(path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,9 @@ from kvsnap.layout import Geometry
 from kvsnap.residency import Residency
 from kvsnap.shard import ChunkEntry
 from kvsnap.tiers.disk import Shard
+
+
+_UNUSED = (0, 0.0)
 
 
 class ShardSize(NamedTuple):
@@ -29,6 +32,8 @@ class _Held:
     real_bytes: int
     data_bytes: int
     num_entries: int
+    written: float
+    """When, Unix time [s]."""
     age: tuple[int, str]
     """Of two shards that hold the same chunk the one with the higher age counts, in every process alike."""
     chunks: list[Chunk] = field(default_factory=list)
@@ -40,6 +45,7 @@ class _Held:
             real_bytes=shard.real_bytes,
             data_bytes=sum(entry.nbytes for entry in shard.entries),
             num_entries=len(shard.entries),
+            written=shard.written_ns / 1e9,
             age=(shard.written_ns, shard.id),
         )
 
@@ -51,6 +57,8 @@ class ShardMap:
         self._residency = residency
         self._geometry = geometry
         self._shards: dict[str, _Held] = {}
+        self._expected: dict[ChunkKey, tuple[int, float]] = {}
+        """Recorded use of chunks that have not been seen yet."""
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -63,7 +71,8 @@ class ShardMap:
 
         A chunk whose chain of parents is not on disk counts as dead. Of two copies the one
         in the younger shard counts: what was compacted by somebody else has moved there.
-        The bytes of the dead stay until their shard goes.
+        The bytes of the dead stay until their shard goes. Whoever brought a chunk here wanted it
+        then: it counts as used when its shard was written, else an import would be the first to be evicted.
 
         Args:
             leaving: Shards that have vanished and are about to be forgotten.
@@ -99,6 +108,8 @@ class ShardMap:
         chunk = fresh.get(entry.key) or self._residency.index.get(entry.key)
         if chunk is None:
             chunk = Chunk(entry.key, above or entry.parent, entry.depth, entry.tokens, scope, entry.block_keys)
+            chunk.hits, last_use = self._expected.pop(entry.key, _UNUSED)
+            chunk.last_use = max(last_use, self._shards[shard_id].written)
             fresh[entry.key] = chunk
         elif chunk.shard is not None and chunk.shard not in leaving and not self._is_younger(shard_id, chunk.shard):
             return False
@@ -111,16 +122,30 @@ class ShardMap:
         other = self._shards.get(than)
         return shard_id != than and (other is None or self._shards[shard_id].age > other.age)
 
-    def apply_usage(self, usage: Mapping[ChunkKey, tuple[int, float]]) -> None:
-        """Take over what an earlier engine recorded of each chunk's use."""
-        for key, (hits, last_use) in usage.items():
+    def apply_usage(self, usage: Iterable[tuple[ChunkKey, tuple[int, float]]]) -> None:
+        """Take over what others recorded of each chunk's use: key, (hits, last use). What isn't here yet may come."""
+        for key, known in usage:
             chunk = self._residency.index.get(key)
-            if chunk is not None:
-                chunk.hits, chunk.last_use = max(chunk.hits, hits), max(chunk.last_use, last_use)
+            if chunk is None:
+                self._expected[key] = known
+            else:
+                chunk.hits, chunk.last_use = max(chunk.hits, known[0]), max(chunk.last_use, known[1])
+
+    def expect_nothing(self) -> None:
+        """Forget the recorded use of chunks that did not come."""
+        self._expected = {}
 
     def usage(self, chunks: Iterable[Chunk]) -> list[tuple[ChunkKey, int, float]]:
-        """(key, hits, last use) of those on disk that were used. Needs no lock if `chunks` is a list of its own."""
-        return [(c.key, c.hits, c.last_use) for c in chunks if c.shard is not None and (c.hits or c.last_use)]
+        """(key, hits, last use) of those on disk that were used since they were written.
+
+        Needs no lock if `chunks` is a list of its own.
+        """
+        rows = []
+        for chunk in chunks:
+            held = self._shards.get(chunk.shard or "")
+            if held is not None and (chunk.hits or chunk.last_use > held.written):
+                rows.append((chunk.key, chunk.hits, chunk.last_use))
+        return rows
 
     def entries(self, shard_id: str) -> list[ChunkEntry]:
         """The chunks that still count in a shard, in file order."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvsnap.catalog import Catalog
-from kvsnap.engines import check_expected, check_live_engines
+from kvsnap.engines import check_expected, check_live_engines, engines_of
 from kvsnap.errors import CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
 from kvsnap.fetch import ShardFetcher
 from kvsnap.import_plan import ImportPlan
@@ -86,6 +86,7 @@ def import_snapshot(
     max_bytes: int | None = None,
     expect: Namespace | None = None,
     allow_partial: bool = False,
+    other_engines: bool = False,
     dry_run: bool = False,
     tier: DiskTier | None = None,
     trusted: TrustedKeys | None = None,
@@ -103,6 +104,7 @@ def import_snapshot(
         expect: The namespace of the engine that will use it. Without, the live engines
             of the directory are asked: if there are any, one must match.
         allow_partial: Import what is whole of a damaged snapshot instead of refusing it.
+        other_engines: Import it, too, where live engines use the directory and none of them matches.
         dry_run: Check and plan; touch nothing.
         tier: The open disk tier of an engine that imports for itself: it may be asked to evict, and its next `poll`
             reports the new shards.
@@ -124,6 +126,8 @@ def import_snapshot(
     if expect is not None:
         check_expected(ns, expect, what)
         engines = []
+    elif other_engines:
+        engines = engines_of(cache_dir, ns.id())
     else:
         engines = check_live_engines(cache_dir, ns, what)
     catalog = repository.catalog(manifest)
@@ -161,9 +165,9 @@ def import_snapshot(
             report.present_shards = len(present)
             usable = [unit for unit in usable if unit.shard not in present]
         disk.evict = None if tier is None else tier.evict
+        _add_usage(disk, catalog, plan.live(present | {unit.shard for unit in usable}))
         placed = _fetch(repository, disk, plan, usable, present, report, allow_partial=allow_partial, progress=progress)
         report.num_chunks, report.num_tokens = plan.count(placed)
-        _add_usage(disk, catalog, plan.live(placed))
     return report
 
 
@@ -258,7 +262,10 @@ def _fetch(
 
 
 def _add_usage(disk: DiskTier, catalog: Catalog, live: Mask) -> None:
-    """Tell the next engine how hot the chunks were where they come from; what is known here counts more."""
+    """Tell engines how hot the chunks were where they come from; what is known here counts more.
+
+    Before they come: a live engine that makes room for them would take the hottest, which come first, for the oldest.
+    """
     known = disk.load_usage()
     rows = [(key, hits, last_use) for key, (hits, last_use) in known.items()]
     for row in np.flatnonzero(live).tolist():

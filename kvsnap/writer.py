@@ -19,7 +19,7 @@ from kvsnap.disk_eviction import DiskEviction
 from kvsnap.errors import KvsnapError
 from kvsnap.index import READY, Chunk
 from kvsnap.keys import ChunkKey
-from kvsnap.runtime import widen_affinity
+from kvsnap.runtime import in_turns, widen_affinity
 from kvsnap.shard import MAX_CHUNKS, checksum
 from kvsnap.tiers.disk import ChunkToWrite, Shard
 
@@ -38,6 +38,7 @@ _USAGE_EVERY_S = 60.0
 _PAUSE_S = (1.0, 5.0, 15.0, 60.0)
 _READS_FIRST_S = 0.5
 _MOST_TO_CLEAN = 512
+_USAGE_AT_ONCE = 512
 
 
 class Writer:
@@ -238,11 +239,29 @@ class Writer:
                 cache.set_checksum(chunk, slot, generation, digest)
 
     def read_directory(self) -> None:
+        """Take note of what others did in the cache directory: shards that came or went, chunks that were used.
+
+        Waits for another thread that does the same; the cache's lock is taken, a few chunks at a time.
+
+        Raises:
+            StorageError: the directory can't be read.
+        """
         assert self._cache.disk is not None
         with self._reading:
+            self._read_usage()
             fresh, vanished = self._cache.disk.poll()
             if fresh or vanished:
                 self._note(fresh, vanished)
+
+    def _read_usage(self) -> None:
+        assert self._cache.disk is not None
+        news = self._cache.disk.news_of_usage()
+        if news:
+            with self._cache.lock:
+                self._cache.shards.expect_nothing()
+        for few in in_turns(news.items(), _USAGE_AT_ONCE):
+            with self._cache.lock:
+                self._cache.shards.apply_usage(few)
 
     def _note(self, fresh: list[Shard], vanished: list[str]) -> None:
         with self._cache.lock:
@@ -399,9 +418,10 @@ class Writer:
         cache = self._cache
         if cache.disk is None or cache.options.read_only:
             return
-        with cache.lock:
-            chunks = list(cache.residency.index)
         try:
+            self.read_directory()  # the file is replaced: what others wrote there is to be in it again
+            with cache.lock:
+                chunks = list(cache.residency.index)
             cache.disk.store_usage(cache.shards.usage(chunks))
         except KvsnapError as error:
             cache.counts["usage_errors"] += 1

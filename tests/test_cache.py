@@ -317,7 +317,8 @@ class TestStores:
         rig.store(chain, 1)
 
         assert rig.begin(chain, 0) is None
-        assert (rig.cache.residency.num_used, rig.cache.residency.num_free) == (1, 7)
+        owners = [rig.cache.residency.owner(slot) for slot in range(8)]
+        assert (8 - owners.count(None), rig.cache.residency.num_free) == (1, 7)
 
     def test_orphan_is_not_stored(self, start: Start) -> None:
         rig = start()
@@ -770,6 +771,16 @@ class TestSharedDirectory:
 
         assert other.promote(chain) == 3 * CHUNK
         assert other.flush() == {"written_chunks": 0, "unsaved_chunks": 0}  # not written a second time
+
+    def test_a_running_engine_notices_by_itself(self, start: Start) -> None:
+        one, other = start(dram="a"), start(dram="b")
+        chain = one.chain(1)
+        one.store(chain, 3)
+        one.flush()
+
+        wait_for(lambda: len(other.chunks(chain)) == 3)
+        one.cache.clear("disk")
+        wait_for(lambda: not other.chunks(chain))
 
     def test_a_shard_that_the_other_dropped_is_a_miss(self, start: Start, tmp_path: Path) -> None:
         """B05: before it was noticed, and after."""

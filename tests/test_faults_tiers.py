@@ -99,6 +99,35 @@ class TestC13Clear:
         assert removed["disk_bytes"] > 0
         assert (live.loaded_tokens, restarted.loaded_tokens) == (0, 0)
 
+    def test_what_a_request_reads_meanwhile_does_not_come_back(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """DRAM is empty already, the shards go one by one, and one of the last is asked for."""
+        engine = start(prefix_caching=False)
+        engine.run(request("a", random_tokens(PROMPT)))
+        engine.cache.flush(10.0)
+        shards = engine.cache.shards
+        forget = shards.forget
+
+        def late(shard_id: str) -> int:
+            chunks = [chunk for chunk in engine.cache.residency.index if chunk.shard is not None]
+            engine.cache.promote(chunks)
+            deadline = time.monotonic() + 0.5
+            while engine.cache.is_moving(chunks) and time.monotonic() < deadline:
+                engine.cache.lock.release()
+                time.sleep(0.005)
+                engine.cache.lock.acquire()
+            return forget(shard_id)
+
+        monkeypatch.setattr(shards, "forget", late)
+
+        engine.cache.clear("all")
+
+        assert len(engine.cache.residency.index) == 0
+        assert engine.cache.promote([]) == 0
+        engine.run(again := request("b", random_tokens(PROMPT), wants_store=False))
+        assert again.loaded_tokens == 0
+
     @pytest.mark.parametrize(("tier", "count"), [("dram", "dram_chunks"), ("disk", "disk_chunks")])
     def test_one_tier_leaves_the_other(self, start: Start, tier: str, count: str) -> None:
         engine = start(prefix_caching=False)

@@ -10,30 +10,23 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import random
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, repeat
 from typing import Any
 
-from kvsnap.config import Config, parse_size
+from kvsnap.config import Config
 from kvsnap.control import ControlServer
 from kvsnap.errors import ConfigError, KvsnapError
 from kvsnap.namespace import Namespace
-from kvsnap.preload import preload
-from kvsnap.runtime import process_start_time, runtime_dir, widen_affinity
-from kvsnap.tiers.disk import DiskTier
+from kvsnap.runtime import process_start_time, runtime_dir
 from kvsnap.tiers.dram import TierInfo
 from kvsnap.tiers.engines import EngineRecord, remove_record
 from kvsnap_connector.metadata import StepPlan, WorkerReport
 from kvsnap_connector.planner import Planner, Scheduled
-from kvsnap_connector.snapshot import import_into, may_pass, open_remote
-from kvsnap_connector.tiers import dram_budget, open_cache
+from kvsnap_connector.tiers import open_cache
+from kvsnap_connector.warm_start import WarmStart
 
 _MIB = 1 << 20
-RETRY_PAUSES_S = (5.0, 15.0, 60.0, 300.0)
-"""Between tries to import in the background; give or take a half, since replicas start together."""
 
 
 class SchedulerHalf:
@@ -112,9 +105,7 @@ class SchedulerHalf:
             return
         try:
             self.cache.start()
-            if self._config.snapshot is not None:
-                self._use_snapshot(self._config.snapshot)
-            self._preload()
+            WarmStart(self.cache, self._config, num_engines=self._num_engines, log=self._log).run()
             self._log_start()
             self._open_control()
         except BaseException:
@@ -174,91 +165,6 @@ class SchedulerHalf:
         self.cache.close()
 
     # -- start-up --------------------------------------------------------------------
-
-    def _use_snapshot(self, url: str) -> None:
-        """Import now; or, with `preload: background`, serve from the snapshot while it is imported."""
-        disk, in_background = self.cache.disk, self._config.preload == "background"
-        try:
-            if disk is None:
-                raise ConfigError("the disk tier is off, and that is where a snapshot goes")
-            if in_background:
-                self._serve_from(url, disk)
-            else:
-                self._import(url, disk)
-        except (KvsnapError, OSError) as error:
-            if self._config.snapshot_required:
-                raise ConfigError(f"snapshot {url} can't be used, and snapshot_required is set: {error}") from error
-            self._log.warning("kvsnap: snapshot %s can't be used, starting without it: %s", url, error)
-            in_background = in_background and may_pass(error)
-        if in_background and disk is not None:
-            args = (url, disk)
-            threading.Thread(target=self._import_later, args=args, name="kvsnap-import", daemon=True).start()
-
-    def _serve_from(self, url: str, disk: DiskTier) -> None:
-        self.cache.remote = open_remote(url, disk)
-        self._log.info("kvsnap: snapshot %s: serving from it while it is imported", url)
-
-    def _import(self, url: str, disk: DiskTier) -> None:
-        self._log.info("kvsnap: snapshot %s: %s", url, import_into(url, disk))
-        self.cache.writer.read_directory()
-        usage = disk.load_usage()
-        with self.cache.lock:
-            self.cache.shards.apply_usage(usage)
-
-    def _import_later(self, url: str, disk: DiskTier) -> None:
-        """Import and preload beside the engine; where a store is down, again until it is back (B12)."""
-        widen_affinity()
-        for pause_s in chain(RETRY_PAUSES_S, repeat(RETRY_PAUSES_S[-1])):
-            try:
-                if self.cache.remote is None:
-                    self._serve_from(url, disk)
-                self._import(url, disk)
-                self._preload()
-                self.cache.remote = None  # not closed: a fetch may be under way; it goes with the last one
-                return
-            except Exception as error:  # what is there is a valid part; the rest is still fetched chunk by chunk
-                if not may_pass(error):
-                    self._log.warning("kvsnap: the import of %s stopped: %s; chunks are fetched one by one", url, error)
-                    return
-                self._log.info("kvsnap: the import of %s stopped: %s; again in about %.0f s", url, error, pause_s)
-            ends_at = time.monotonic() + random.uniform(0.5, 1.5) * pause_s
-            while time.monotonic() < ends_at:
-                if self.cache.is_closed:
-                    return
-                time.sleep(min(1.0, pause_s))
-
-    def _preload(self) -> None:
-        config = self._config
-        if config.preload == "off" or self.cache.disk is None:
-            return
-        budget = dram_budget(config, self._num_engines)
-        most = budget if config.preload_bytes is None else parse_size(config.preload_bytes, of=budget)
-        seconds = config.preload_seconds if config.preload == "blocking" else 0.0
-        started = time.monotonic()
-
-        def progress(done: int, in_all: int) -> None:
-            took = max(time.monotonic() - started, 1e-6)
-            self._log.info(
-                "kvsnap: preload: %d of %d MiB, %d %%, %.2f GB/s, %s left",
-                done // _MIB,
-                in_all // _MIB,
-                100 * done // max(in_all, 1),
-                done / took / 1e9,
-                f"about {(in_all - done) * took / done:.0f} s" if done else "all of it is",
-            )
-
-        chunks, nbytes = preload(self.cache, most, seconds, progress)
-        took = max(time.monotonic() - started, 1e-6)
-        if chunks:
-            self._log.info(
-                "kvsnap: preloaded %d chunks, %d MiB, in %.2f s (%.2f GB/s)",
-                chunks,
-                nbytes // _MIB,
-                took,
-                nbytes / took / 1e9,
-            )
-        if self.cache.promoter.num_later:
-            self._log.info("kvsnap: %d more chunks follow in the background", self.cache.promoter.num_later)
 
     def _log_start(self) -> None:
         status = self.cache.status()

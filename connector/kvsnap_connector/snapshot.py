@@ -5,12 +5,16 @@ from __future__ import annotations
 from kvsnap.errors import ConfigError
 from kvsnap.remote import RemoteSnapshot
 from kvsnap.tiers.disk import DiskTier
+from kvsnap.transfer import Progress
 from kvsnap.trust import installed_keys
+
+_OWN_SHARE = 8
+"""This part of the disk tier is left for what the engine computes itself."""
 
 # Snapshots need pyarrow, which an engine without one never loads: imports are in the functions.
 
 
-def import_into(url: str, tier: DiskTier) -> str:
+def import_into(url: str, tier: DiskTier, progress: Progress | None = None) -> str:
     """Import `url` (`URL@ref`) into the engine's own disk tier; returns a line for the log.
 
     Where this user or container has a file of trusted keys (`kvsnap.trust`), one of them must have signed it.
@@ -23,7 +27,16 @@ def import_into(url: str, tier: DiskTier) -> str:
     from kvsnap.snapshot_import import import_snapshot
 
     repository, ref = _split(url)
-    report = import_snapshot(repository, ref, tier.cache_dir, expect=tier.ns, tier=tier, trusted=installed_keys())
+    report = import_snapshot(
+        repository,
+        ref,
+        tier.cache_dir,
+        max_bytes=tier.cap_bytes - tier.cap_bytes // _OWN_SHARE,  # else its end would evict its start
+        expect=tier.ns,
+        tier=tier,
+        trusted=installed_keys(),
+        progress=progress,
+    )
     return (
         f"{report.num_chunks} of {report.total_chunks} chunks are here "
         f"({report.imported_shards} shards, {report.imported_bytes >> 20} MiB imported now)"

@@ -99,6 +99,7 @@ class DiskTier:
         self._shards = self.dir / paths.SHARDS
         self._listing = Listing(self._shards)
         self._lock = writers.DirectoryLock(self.cache_dir)
+        self._seen_usage: tuple[int, int] | None = None
         if read_only:
             recorded = quota.read_marker(self.cache_dir)
             self._check_namespace()
@@ -130,7 +131,7 @@ class DiskTier:
         with contextlib.suppress(OSError):
             self.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         paths.make_dir(self.cache_dir.resolve())
-        with self._lock:
+        with writers.DirectoryLock(self.cache_dir, longest_s=writers.START_SECONDS):
             recorded = quota.read_marker(self.cache_dir)
             if recorded is None or cap_bytes not in (None, recorded):
                 quota.write_marker(self.cache_dir, cap_bytes)
@@ -443,6 +444,11 @@ class DiskTier:
 
     # -- usage, engines, end ---------------------------------------------------------
 
+    def news_of_usage(self) -> dict[ChunkKey, tuple[int, float]]:
+        """`load_usage` if somebody else has stored since this tier last did or looked; else nothing. Cheap then."""
+        before, self._seen_usage = self._seen_usage, _version(self.dir / paths.USAGE)
+        return self.load_usage() if self._seen_usage not in (before, None) else {}
+
     def load_usage(self) -> dict[ChunkKey, tuple[int, float]]:
         """Hits and last use (seconds since 1970) by key, as stored last; empty if there is none or it is damaged."""
         try:
@@ -465,6 +471,7 @@ class DiskTier:
                     self.counts["usage_errors"] += 1
                     return
                 self._writer().write_file(self.dir / paths.USAGE, data)
+                self._seen_usage = _version(self.dir / paths.USAGE)
         except StorageError as error:
             self.counts["usage_errors"] += 1
             self.last_error = str(error)
@@ -494,3 +501,12 @@ class DiskTier:
 
     def _path(self, shard_id: str) -> Path:
         return self._shards / paths.shard_name(shard_id)
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is replaced; None if there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns

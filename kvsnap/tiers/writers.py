@@ -22,6 +22,8 @@ from kvsnap.tiers import paths
 
 LOCK_SECONDS = 10.0
 """Longest wait for another process that holds the directory lock."""
+START_SECONDS = 60.0
+"""At a start, where giving up costs the disk tier until the next one."""
 IMPORT_SECONDS = 600.0
 """Longest wait for another process that imports."""
 
@@ -36,18 +38,19 @@ class DirectoryLock:
     Raises StorageError on entry when another process holds it for too long.
     """
 
-    def __init__(self, cache_dir: Path) -> None:
+    def __init__(self, cache_dir: Path, *, longest_s: float = LOCK_SECONDS) -> None:
         self._path = cache_dir / paths.LOCK
+        self._longest_s = longest_s
         self._thread_lock = threading.RLock()
         self._depth = 0
         self._fd = -1
 
     def __enter__(self) -> None:
-        if not self._thread_lock.acquire(timeout=LOCK_SECONDS):
-            raise StorageError(f"{self._path} is held by another thread for over {LOCK_SECONDS:g} s")
+        if not self._thread_lock.acquire(timeout=self._longest_s):
+            raise StorageError(f"{self._path} is held by another thread for over {self._longest_s:g} s")
         if self._depth == 0:
             try:
-                self._fd = self._lock(time.monotonic() + LOCK_SECONDS)
+                self._fd = self._lock(time.monotonic() + self._longest_s)
             except BaseException:
                 self._thread_lock.release()
                 raise
@@ -74,7 +77,7 @@ class DirectoryLock:
                 raise
             os.close(fd)
             if time.monotonic() > deadline:
-                raise StorageError(f"{self._path} is held by another process for over {LOCK_SECONDS:g} s")
+                raise StorageError(f"{self._path} is held by another process for over {self._longest_s:g} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
@@ -160,7 +163,8 @@ class WriterDir:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk can still be read; the lock says enough
                 raise StorageError(f"{self.path} can't be used: {error.strerror or error}") from error
-        try_lock(self._fd)
+        while not try_lock(self._fd):  # somebody looks just now whether we live; without the lock we would not
+            time.sleep(0.001)
 
     def write_file(self, path: Path, data: bytes) -> None:
         """Replace `path` atomically, with the temporary file in here. Raises StorageError."""

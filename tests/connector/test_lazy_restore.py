@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,13 +14,11 @@ from kvsnap.remote import RemoteSnapshot
 from kvsnap.repository import Repository, shard_name
 from kvsnap.snapshot_export import export_snapshot
 from tests.connector.toy_engine import ToyEngine, request
+from tests.connector.toy_engine import random_tokens as tokens
 from tests.disk_fakes import make_namespace
+from tests.waiting import wait_for
 
 Start = Callable[..., ToyEngine]
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed * 100_000 + i).randrange(50_000) for i in range(count)]
 
 
 @pytest.fixture
@@ -120,6 +118,33 @@ def test_a_dead_store_costs_a_miss_and_is_left_alone(replica: ToyEngine, monkeyp
 
     assert [req.loaded_tokens for req in requests] == [0] * 5
     assert 3 <= calls <= 12
+
+
+def test_a_silent_store_keeps_nobody_from_the_disk(replica: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B12: a store that swallows requests blocks those who wait for it, not the reads of the disk tier."""
+    remote = replica.cache.remote
+    assert remote is not None
+    replica.run(request("mine", tokens(256, 9)))
+    replica.cache.flush(10.0)
+    replica.cache.clear("dram")
+    gate, asked = threading.Event(), threading.Event()
+
+    def hang(*args: object) -> int:
+        asked.set()
+        assert gate.wait(30)
+        raise StorageError("the object store is down")
+
+    monkeypatch.setattr(remote._storage, "read_into", hang)
+    try:
+        replica.submit(request("theirs", tokens(128) + tokens(128, 1) + [7]))
+        replica.step()
+        assert asked.wait(10)
+        replica.submit(mine := request("again", [*tokens(256, 9), 8]))
+        wait_for(lambda: replica.step() is not None and mine not in replica.waiting)
+        assert mine.loaded_tokens == 256
+    finally:
+        gate.set()
+    replica.run()
 
 
 def test_short_and_foreign_keys_are_not_found(replica: ToyEngine) -> None:

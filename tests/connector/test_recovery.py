@@ -7,21 +7,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from kvsnap import promoter
 from kvsnap.cache import CacheOptions
-from kvsnap.config import Config
 from kvsnap.errors import StorageError
 from kvsnap.index import ABSENT
-from kvsnap.preload import hottest_on_disk
+from kvsnap.preload import Preload, hottest_on_disk
 from kvsnap.remote import RemoteSnapshot
 from kvsnap.repository import Repository, shard_name
 from kvsnap.shard import ChunkEntry
 from kvsnap.snapshot_export import export_snapshot
-from kvsnap_connector.scheduler import SchedulerHalf
+from kvsnap_connector.warm_start import ProgressLines
 from tests.connector.toy_engine import ToyEngine, random_tokens, request, toy_engines
 from tests.disk_fakes import make_namespace
 from tests.waiting import wait_for
@@ -114,7 +112,7 @@ def test_a_request_goes_before_what_a_preload_has_queued(start: Start, tmp_path:
     wanted = hottest_on_disk(second.cache, 1 << 30)
     assert len(wanted) == 16
     assert {chunk.state for chunk in wanted} == {ABSENT}
-    second.cache.promoter.later(wanted)
+    second.cache.promoter.preload(wanted)
     assert began.wait(30)
     last = next(seed for seed in range(8) if _keys(second, seed)[-1] == bytes(wanted[-1].key))
 
@@ -138,27 +136,61 @@ def _keys(engine: ToyEngine, seed: int) -> list[bytes]:
     return [bytes(key) for key in chain.keys]
 
 
+def test_with_persist_all_an_attach_writes_the_rest(start: Start) -> None:
+    """Hit or not: what the engine that died had not written yet."""
+    first = start(options=CacheOptions(persist="none"))
+    first.run(request("a", random_tokens(3 * CHUNK + 1)))
+    wait_for(lambda: len(first.cache.residency.index) and all(c.dram_xxh3 for c in first.cache.residency.index))
+    first.kill()
+
+    second = start(options=CacheOptions(persist="all", shard_seconds=0.05))
+
+    wait_for(lambda: second.cache.counts["written_chunks"] == 3)
+
+
+def test_a_preload_does_not_wait_for_the_checks_of_an_attach(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can take a minute in a large tier; a request has the chunks that it needs checked ahead of all others."""
+    first = start()
+    first.run(request("a", random_tokens(3 * CHUNK + 1)))
+    wait_for(lambda: len(first.cache.residency.index) and all(c.dram_xxh3 for c in first.cache.residency.index))
+    first.kill()
+    gate = threading.Event()
+    real = promoter.checksum
+
+    def slow(views: list[memoryview]) -> bytes:
+        assert gate.wait(30)
+        return real(views)
+
+    monkeypatch.setattr(promoter, "checksum", slow)
+    second = start()
+
+    try:
+        assert second.cache.counts["attach_found"] == 3
+        assert Preload(second.cache, 1 << 30).wait(20.0)
+        assert second.cache.promoter.num_later > 0
+    finally:
+        gate.set()
+    wait_for(lambda: second.cache.counts["attached"] == 3)
+
+
 @pytest.mark.parametrize(("done", "left"), [(0, "all of it is left"), (10, "about")])
 def test_a_preload_says_what_remains(
     done: int, left: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def preload(cache: object, budget: int, seconds: float, progress: Callable[[int, int], None]) -> tuple[int, int]:
-        progress(done * MIB, 40 * MIB)
-        return 0, 0
-
-    monkeypatch.setattr("kvsnap_connector.scheduler.preload", preload)
-    half: Any = SimpleNamespace(
-        _config=Config.parse({"dram": "64MiB"}),
-        _num_engines=1,
-        _log=logging.getLogger("kvsnap"),
-        cache=SimpleNamespace(disk=object(), promoter=SimpleNamespace(num_later=0)),
-    )
+    """One line every few seconds, however often it is told, and one with the result."""
     caplog.set_level(logging.INFO)
+    lines = ProgressLines(logging.getLogger("kvsnap"), "preload")
+    lines(done * MIB, 40 * MIB)
+    assert not caplog.records
 
-    SchedulerHalf._preload(half)
+    monkeypatch.setattr(lines, "_next", 0.0)
+    lines(done * MIB, 40 * MIB)
+    lines(done * MIB, 40 * MIB)
+    lines.end(7, 40 * MIB)
 
-    (line,) = [record.getMessage() for record in caplog.records]
+    line, result = [record.getMessage() for record in caplog.records]
     assert f"{done} of 40 MiB, {100 * done // 40} %" in line
     assert "GB/s" in line
     assert left in line
     assert line.endswith("left")
+    assert "7 chunks, 40 MiB" in result

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,10 +24,11 @@ from kvsnap.storage import RefusedError
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.tiers.dram import DramRegion
 from kvsnap_connector.scheduler import SchedulerHalf
-from kvsnap_connector.snapshot import open_remote
+from kvsnap_connector.snapshot import import_into, open_remote
 from tests.disk_fakes import make_namespace
 from tests.snapshot_fakes import filled_cache, flip
 from tests.storage.fake_s3 import BUCKET
+from tests.waiting import wait_for
 
 CHUNKS = 7  # of `filled_cache`
 
@@ -178,6 +181,32 @@ def test_a_budget_that_is_too_small_means_a_part(repo: Path, tmp_path: Path, cap
         assert (status["dram"]["chunks"], status["disk"]["chunks"]) == (1, CHUNKS)
 
 
+@pytest.mark.parametrize("is_required", [False, True])
+def test_an_import_that_takes_too_long_goes_on_beside_the_engine(
+    repo: Path, tmp_path: Path, is_required: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Invariant 7: `preload_seconds` bounds the import too. Until it is through, chunks are fetched one by one."""
+    caplog.set_level(logging.INFO)
+    gate = threading.Event()
+
+    def slow(*args: Any) -> str:
+        assert gate.wait(30)
+        return import_into(*args)
+
+    monkeypatch.setattr("kvsnap_connector.warm_start.import_into", slow)
+    options = {"snapshot_required": is_required, "preload_seconds": 0.1}
+
+    with started(tmp_path, make_namespace(), f"{repo}@prod", **options) as half:
+        assert chunks(half) == 0
+        assert half.cache.remote is not None
+        gate.set()
+        wait_for(lambda: chunks(half) == CHUNKS and half.cache.remote is None)
+        wait_for(lambda: half.cache.status()["dram"]["chunks"] == CHUNKS)
+
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "preload_seconds (0.1 s)" in line
+
+
 def test_several_engines_download_once(repo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What another engine has imported into the directory is there."""
     import_snapshot(str(repo), "prod", tmp_path / "cache")
@@ -201,8 +230,8 @@ def test_a_store_that_was_down_at_the_start_is_asked_again(
             raise StorageError(f"503 at the {outages.pop(0)}")
         return open_remote(url, tier)
 
-    monkeypatch.setattr("kvsnap_connector.scheduler.open_remote", open_later)
-    monkeypatch.setattr("kvsnap_connector.scheduler.RETRY_PAUSES_S", (0.0, 0.01))
+    monkeypatch.setattr("kvsnap_connector.warm_start.open_remote", open_later)
+    monkeypatch.setattr("kvsnap_connector.warm_start.RETRY_PAUSES_S", (0.0, 0.01))
 
     with started(tmp_path, make_namespace(), f"{repo}@prod", preload="background") as half:
         deadline = time.monotonic() + 20
@@ -221,8 +250,8 @@ def test_what_will_not_pass_is_not_asked_again(repo: Path, tmp_path: Path, monke
         asked.append(url)
         raise RefusedError("no access")
 
-    monkeypatch.setattr("kvsnap_connector.scheduler.open_remote", open_never)
-    monkeypatch.setattr("kvsnap_connector.scheduler.RETRY_PAUSES_S", (0.0,))
+    monkeypatch.setattr("kvsnap_connector.warm_start.open_remote", open_never)
+    monkeypatch.setattr("kvsnap_connector.warm_start.RETRY_PAUSES_S", (0.0,))
 
     with started(tmp_path, make_namespace(), f"{repo}@prod", preload="background"):
         time.sleep(0.2)

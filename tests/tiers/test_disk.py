@@ -15,6 +15,7 @@ import pytest
 from kvsnap.direct_io import aligned_buffer
 from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, StorageError
 from kvsnap.namespace import Namespace
+from kvsnap.tiers import writers
 from kvsnap.tiers.disk import DiskTier, Shard
 from kvsnap.tiers.paths import open_namespaces
 from tests.disk_fakes import Snapshot, disk_use, make_chunks, make_namespace, make_views, write_shard_file
@@ -239,6 +240,32 @@ class TestDirectory:
             assert {shard.id for shard in again.scan()} == {shard.id for shard in shards}
             for shard in shards:
                 assert read(again, shard, 0) == b"".join(make_chunks(NS, 3)[0].views)
+
+    def test_a_writer_is_locked_also_where_somebody_looks_at_it_just_then(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever asks whether it lives takes its lock for a blink. From another pid namespace only the lock tells."""
+        answers = [False, False]
+        real = writers.try_lock
+        monkeypatch.setattr(writers, "try_lock", lambda fd: answers.pop() if answers else real(fd))
+
+        (tmp_path / "tmp").mkdir()
+        writer = writers.WriterDir(tmp_path)
+
+        assert not answers
+        with (writer.path / "lock").open("r+b") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def test_a_start_waits_longer_for_the_directory_than_a_write(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A write that is given up comes again; an engine that starts without its disk tier has none."""
+        assert writers.START_SECONDS > writers.LOCK_SECONDS
+        monkeypatch.setattr(writers, "START_SECONDS", 0.05)
+        with (tmp_path / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with pytest.raises(StorageError, match=r"over 0\.05 s"):
+                DiskTier(tmp_path, NS, cap_bytes=CAP)
 
     def test_a_writer_whose_directory_is_removed_goes_on(self, tier: DiskTier) -> None:
         assert tier.writer is not None
