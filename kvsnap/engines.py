@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,20 @@ from kvsnap.tiers.engines import EngineRecord, live_engines
 
 FLUSH_TIMEOUT_S = 600.0
 STATUS_TIMEOUT_S = 10.0
+ANSWER_SECONDS = 5.0
+"""An engine ends a flush in time by itself; its answer is waited for so much longer."""
 
 
 def engines_of(cache_dir: Path, namespace: str | None = None) -> list[EngineRecord]:
     """The live engines of a cache directory, or only those of one namespace (its id). Changes nothing there."""
     found = live_engines(cache_dir, remove_dead=False)
     return [record for record in found if namespace is None or record.namespace == namespace]
+
+
+def namespaces_in_use(cache_dir: Path, found: Sequence[tuple[Path, Namespace]]) -> list[tuple[Path, Namespace]]:
+    """Those namespaces of a cache directory that its live engines use; all of `found` where no engine lives."""
+    live = {record.namespace for record in engines_of(cache_dir)}
+    return [(directory, ns) for directory, ns in found if ns.id() in live] if live else list(found)
 
 
 def ask(record: EngineRecord, command: str, args: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
@@ -33,6 +41,15 @@ def ask(record: EngineRecord, command: str, args: Mapping[str, Any], *, timeout_
     if not record.socket:
         raise NotFoundError(f"engine {record.engine_id} (pid {record.pid}) has no control socket; see its log")
     return control.call(Path(record.socket), command, args, timeout_s)
+
+
+def flush_engine(record: EngineRecord, *, timeout_s: float) -> dict[str, Any]:
+    """Have one engine write what only its DRAM holds to disk, as far as it gets within `timeout_s`; its answer.
+
+    Raises:
+        KvsnapError: as `ask`.
+    """
+    return ask(record, "flush", {"timeout_s": timeout_s}, timeout_s=timeout_s + ANSWER_SECONDS)
 
 
 def flush_engines(
@@ -50,7 +67,7 @@ def flush_engines(
     failed: list[str] = []
     for record in engines_of(cache_dir, namespace):
         try:
-            answers[record.engine_id] = ask(record, "flush", {}, timeout_s=timeout_s)
+            answers[record.engine_id] = flush_engine(record, timeout_s=timeout_s)
         except KvsnapError as error:
             if record in engines_of(cache_dir, namespace):
                 failed.append(f"engine {record.engine_id} (pid {record.pid}) did not flush: {error}")

@@ -2,7 +2,7 @@
 
 Several leaders may export to one ref. A ref moves by compare-and-swap and each move names a whole snapshot, so the last
 one wins and nothing is lost. A leader moves it only to what is new: it never undoes another leader's move, nor a roll
-back, just because its own round comes by.
+back, just because its own round comes by, or because it failed or began anew in between.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError
+from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
+from kvsnap.manifest import Digest
+from kvsnap.repository import Repository
 from kvsnap.rounds import Pace, Stop, StoppedError
 from kvsnap.snapshot_export import ExportReport
+from kvsnap.storage import Storage
 
 Export = Callable[[bool], ExportReport]
 """Exports once. The argument: whether the ref is moved to a snapshot, too, that the repository had already."""
+IsOwed = Callable[[Digest], bool]
+"""Whether the ref shall yet move to a snapshot that the repository had already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +42,33 @@ class ExportRound:
     """None where it failed."""
 
 
+def is_owed(storage: Storage, tag: str | None, snapshot: Digest) -> bool:
+    """Whether the ref `tag` has never named the snapshot: whoever published it failed, or died, before the ref moved.
+
+    A ref that did name it, as far as its history goes back, was moved on by somebody who meant it.
+    """
+    if tag is None:
+        return False
+    try:
+        ref = Repository.open(storage).ref(tag)
+    except NotFoundError:
+        return True
+    return snapshot not in (ref.snapshot, *(state.snapshot for state in ref.history))
+
+
 class ExportRounds:
     """Calls `export` again and again. D14: a failure is told at once, and each later round says how old the last
     success is."""
 
-    def __init__(self, export: Export, *, stop: Stop, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, export: Export, *, is_owed: IsOwed, stop: Stop, clock: Callable[[], float] = time.time) -> None:
         self._export = export
+        self._is_owed = is_owed
         self._stop = stop
         self._clock = clock
         self._failures = 0
         self._last_success: float | None = None
-        self._is_ref_owed = True
-        """No round has done well since the start or the last failure: the ref may not name our snapshot yet."""
+        self._settled: Digest | None = None
+        """The last snapshot that the ref has taken, or wasn't to take."""
 
     def round(self) -> ExportRound:
         """One round. What fails is told in the answer.
@@ -58,13 +78,14 @@ class ExportRounds:
             StoppedError: somebody said stop. The repository is as whole as before.
         """
         try:
-            report = self._export(self._is_ref_owed)
+            report = self._export(False)
+            if not report.is_new and report.snapshot != self._settled and self._is_owed(report.snapshot):
+                report = self._export(True)
         except (ConfigError, StoppedError):
             raise
         except (KvsnapError, OSError) as error:
             self._stop.check()  # it may be why
             self._failures += 1
-            self._is_ref_owed = True
             return ExportRound(
                 outcome="failed",
                 error=str(error),
@@ -72,8 +93,8 @@ class ExportRounds:
                 failures=self._failures,
                 last_successful_export=self._last_success,
             )
+        self._settled = report.snapshot
         self._failures = 0
-        self._is_ref_owed = False
         self._last_success = self._clock()
         return ExportRound(
             outcome="exported" if report.is_new else "unchanged",

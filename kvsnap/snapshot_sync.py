@@ -55,7 +55,7 @@ class SnapshotSync:
     Args:
         url: The repository, or its storage.
         ref: A ref; or an id, which never moves.
-        max_bytes, trusted, progress: As of `import_snapshot`.
+        max_bytes, other_engines, trusted, progress: As of `import_snapshot`.
         stop: Ends a round, or the wait between two, early.
 
     Raises:
@@ -69,6 +69,7 @@ class SnapshotSync:
         cache_dir: Path,
         *,
         max_bytes: int | None = None,
+        other_engines: bool = False,
         trusted: TrustedKeys | None = None,
         progress: Progress | None = None,
         stop: Stop | None = None,
@@ -80,6 +81,7 @@ class SnapshotSync:
         self._ref = ref
         self._cache_dir = cache_dir
         self._max_bytes = max_bytes
+        self._other_engines = other_engines
         self._trusted = trusted
         self._progress = progress
         self._clock = clock
@@ -155,6 +157,7 @@ class SnapshotSync:
             snapshot,
             self._cache_dir,
             max_bytes=self._max_bytes,
+            other_engines=self._other_engines,
             trusted=self._trusted,
             progress=self._progress,
             sleep=self._stop.sleep,

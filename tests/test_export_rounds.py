@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvsnap.errors import ConfigError, StorageError
-from kvsnap.export_rounds import ExportRound, ExportRounds
+from kvsnap.export_rounds import ExportRound, ExportRounds, is_owed
 from kvsnap.namespace import Namespace
 from kvsnap.refs import roll_back
 from kvsnap.repository import Repository
@@ -39,12 +40,24 @@ def leader(
     def export(moves_if_unchanged: bool) -> ExportReport:
         return export_snapshot(cache, storage, tag="latest", moves_if_unchanged=moves_if_unchanged)
 
-    stop = stop or Stop()
-    return ExportRounds(export, stop=stop) if clock is None else ExportRounds(export, stop=stop, clock=clock)
+    return ExportRounds(
+        export, is_owed=partial(is_owed, storage, "latest"), stop=stop or Stop(), clock=clock or time.time
+    )
 
 
 def latest(storage: Storage) -> str:
     return Repository(storage).ref("latest").snapshot
+
+
+def down(operation: str, name: str) -> None:
+    """A storage that is."""
+    raise StorageError("down")
+
+
+def down_for_refs(operation: str, name: str) -> None:
+    """Everything but moving a ref works."""
+    if name.startswith("refs/") and operation == "put_if_match":
+        raise StorageError("down")
 
 
 def test_a_round_publishes_what_is_new(tmp_path: Path, ns: Namespace, storage: MemoryStorage) -> None:
@@ -76,6 +89,45 @@ def test_a_roll_back_stands_until_there_is_something_new(tmp_path: Path, ns: Nam
     found = rounds.round().report
     assert found is not None
     assert latest(storage) == found.snapshot
+
+
+@pytest.mark.parametrize("what", ["a failed round", "a restart", "both"])
+def test_a_roll_back_stands_whatever_happens_to_the_exporter(
+    tmp_path: Path, ns: Namespace, storage: MemoryStorage, what: str
+) -> None:
+    """An operator who took a bad snapshot out of use must not find it back because the store was down for a moment."""
+    filled_cache(tmp_path)
+    failing = StoppingStorage(storage)
+    rounds = leader(tmp_path, failing)
+    first = rounds.round().report
+    store(tmp_path, ns, chain(ns, prompt(7, 128)))
+    rounds.round()
+    roll_back(storage, "latest")
+
+    if what != "a failed round":
+        rounds = leader(tmp_path, failing)
+    if what != "a restart":
+        failing.before = down
+        assert rounds.round().outcome == "failed"
+        failing.before = lambda operation, name: None
+
+    assert [rounds.round().outcome, rounds.round().outcome] == ["unchanged", "unchanged"]
+    assert first is not None
+    assert latest(storage) == first.snapshot
+    store(tmp_path, ns, chain(ns, prompt(8, 128)))
+    found = rounds.round().report
+    assert found is not None
+    assert latest(storage) == found.snapshot
+
+
+def test_a_ref_that_is_not_there_is_made_for_what_is(tmp_path: Path, storage: MemoryStorage) -> None:
+    """The snapshot was exported before, without a name."""
+    filled_cache(tmp_path)
+    snapshot = export_snapshot(tmp_path, storage).snapshot
+
+    assert leader(tmp_path, storage).round().outcome == "unchanged"
+
+    assert latest(storage) == snapshot
 
 
 def test_leaders_do_not_undo_each_other(tmp_path: Path, ns: Namespace, storage: MemoryStorage) -> None:
@@ -139,12 +191,7 @@ def test_a_snapshot_that_missed_its_ref_gets_it_in_the_next_round(tmp_path: Path
     """Published, but the store went down before the ref moved."""
     filled_cache(tmp_path)
     failing = StoppingStorage(storage)
-
-    def before(operation: str, name: str) -> None:
-        if name.startswith("refs/") and operation == "put_if_match":
-            raise StorageError("down")
-
-    failing.before = before
+    failing.before = down_for_refs
     rounds = leader(tmp_path, failing)
     assert rounds.round().outcome == "failed"
     failing.before = lambda operation, name: None
@@ -154,6 +201,28 @@ def test_a_snapshot_that_missed_its_ref_gets_it_in_the_next_round(tmp_path: Path
     assert found.outcome == "unchanged"
     assert found.report is not None
     assert latest(storage) == found.report.snapshot
+
+
+@pytest.mark.parametrize("has_restarted", [False, True])
+def test_a_ref_that_names_an_earlier_snapshot_gets_the_one_that_it_missed(
+    tmp_path: Path, ns: Namespace, storage: MemoryStorage, has_restarted: bool
+) -> None:
+    """Published, and then the store went down or the exporter died: never named, so nobody took it out of use."""
+    filled_cache(tmp_path)
+    failing = StoppingStorage(storage)
+    rounds = leader(tmp_path, failing)
+    rounds.round()
+    store(tmp_path, ns, chain(ns, prompt(7, 128)))
+    failing.before = down_for_refs
+    assert rounds.round().outcome == "failed"
+    failing.before = lambda operation, name: None
+
+    found = (leader(tmp_path, storage) if has_restarted else rounds).round()
+
+    assert found.outcome == "unchanged"
+    assert found.report is not None
+    assert latest(storage) == found.report.snapshot
+    assert len(Repository(storage).ref("latest").history) == 1
 
 
 def test_an_empty_directory_is_a_failure_until_there_is_something(tmp_path: Path, storage: MemoryStorage) -> None:
@@ -167,7 +236,9 @@ def test_an_empty_directory_is_a_failure_until_there_is_something(tmp_path: Path
 
 def test_a_wrong_configuration_ends_it(tmp_path: Path, storage: MemoryStorage) -> None:
     filled_cache(tmp_path)
-    rounds = ExportRounds(lambda moves: export_snapshot(tmp_path, storage, tag="a b"), stop=Stop())
+    rounds = ExportRounds(
+        lambda moves: export_snapshot(tmp_path, storage, tag="a b"), is_owed=lambda snapshot: False, stop=Stop()
+    )
 
     with pytest.raises(ConfigError):
         rounds.run(Pace(0.001), lambda found: None)

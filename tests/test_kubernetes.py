@@ -31,6 +31,9 @@ BETWEEN = ("||", "&&", ";")
 
 Object = dict[str, Any]
 
+DEPLOY = "20261129-120000"
+"""What the pipeline calls a deploy."""
+
 
 def documents() -> list[Object]:
     return [found for path in FILES for found in yaml.safe_load_all(path.read_text())]
@@ -161,8 +164,7 @@ def test_every_command_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(scripts())
     for where, words in found:
         command = main.commands[words[1]]
-        args = [word.replace("$(JOB_COMPLETION_INDEX)", "3") for word in words[2:]]
-        with command.make_context(words[1], args) as context:
+        with command.make_context(words[1], expanded(words[2:])) as context:
             assert context.params, where
 
     assert [(where, words[1]) for where, words in found] == [
@@ -175,12 +177,16 @@ def test_every_command_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def expanded(words: list[str]) -> list[str]:
+    """As Kubernetes does it in the fourth worker."""
+    return [word.replace("$(JOB_COMPLETION_INDEX)", "3").replace("$(DEPLOY)", DEPLOY) for word in words]
+
+
 def params(where: str, command: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The parsed options of one of the commands."""
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
     (words,) = [words for at, words in scripts() if at == where and words[1] == command]
-    args = [word.replace("$(JOB_COMPLETION_INDEX)", "3") for word in words[2:]]
-    with main.commands[command].make_context(command, args) as context:
+    with main.commands[command].make_context(command, expanded(words[2:])) as context:
         return dict(context.params)
 
 
@@ -238,9 +244,9 @@ def test_snapshot_flows_from_job_to_server(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert job["completionMode"] == "Indexed"
     assert warmup["shard"] == (3, workers)
-    assert warmup["tag"] == "part-3"
-    assert merge["first"] == (repository, "part-0")
-    assert list(merge["others"]) == [f"@part-{i}" for i in range(1, workers)]
+    assert warmup["tag"] == f"part-{DEPLOY}-3"
+    assert merge["first"] == (repository, f"part-{DEPLOY}-0")
+    assert list(merge["others"]) == [f"@part-{DEPLOY}-{i}" for i in range(1, workers)]
     assert merge["tag"] == ref
     assert warmup["export_url"] == repository
     assert f"{repository}@{ref}" == serve["snapshot"]
@@ -248,6 +254,28 @@ def test_snapshot_flows_from_job_to_server(monkeypatch: pytest.MonkeyPatch) -> N
     assert export["tag"] not in (ref, None)
     assert warmup["budget_s"] < job["activeDeadlineSeconds"]
     assert imported["max_bytes"] <= parse_size(serve["disk"])
+
+
+def test_parts_are_of_one_deploy() -> None:
+    """A worker without prompts exports nothing; under a name used before, the merge would take an older part."""
+    text = (FOLDER / "README.md").read_text()
+    for one in (container("kvsnap-warmup", "warmup"), container("kvsnap-merge", "merge")):
+        (deploy,) = [entry["valueFrom"] for entry in one["env"] if entry["name"] == "DEPLOY"]
+        assert deploy == {"configMapKeyRef": {"name": "kvsnap-deploy", "key": "id"}}
+
+    assert text.index("create configmap kvsnap-deploy --from-literal=id=") < text.index("-f 20-warmup.yaml")
+    assert 'kvsnap rm "s3://example-kv/qwen3-8b@part-$DEPLOY-$i"' in text
+
+
+def test_import_beside_the_servers_of_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old and new pods share the directory while a deploy goes on."""
+    (claim,) = {
+        volume(pod, "/cache")["persistentVolumeClaim"]["claimName"] for pod in ("kvsnap-serve", "kvsnap-export")
+    }
+
+    assert claim == "kvsnap-cache"
+    assert params("kvsnap-serve/import", "import", monkeypatch)["other_engines"]
+    assert params("kvsnap-export/export", "export", monkeypatch)["namespace"] is None
 
 
 def test_probes_leave_time_for_the_preload() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import click
 
-from kvsnap.export_rounds import ExportRound, ExportRounds
+from kvsnap.engines import namespaces_in_use
+from kvsnap.export_rounds import ExportRound, ExportRounds, is_owed
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.rounds import Pace
 from kvsnap.selection import SELECTS, Select
@@ -88,25 +90,29 @@ def export(
     With --sign-key the manifest is signed before anybody sees it, and chunks that the
     repository has are relied on only where this key or a trusted one has signed them.
 
+    Where DIR holds several namespaces (models) and --namespace chooses none, it is the one
+    that live engines use.
+
     Prints the snapshot's id.
 
     With --every, what fails is said and tried again. --json then prints a line for each
     round, with the time of the last_successful_export. Several leaders may export to one
-    ref: it moves to whatever is new, never back. SIGTERM ends it cleanly, SIGKILL safely;
-    the exit status is then that of the last round.
+    ref: it moves to whatever is new, never back, so a roll back stands until then. SIGTERM
+    ends it cleanly, SIGKILL safely; the exit status is then that of the last round.
 
     \b
     Exit status:
       0  exported (or unchanged)
       1  it could not be exported (no chunk, no access, an engine did not flush)
-      2  wrong usage; several namespaces and none chosen: they are listed
+      2  wrong usage; several namespaces, none chosen, and not just one of them in use: they are listed
       3  exported, but some shards of the cache directory are damaged and were left out
     """
     signer = None if key_file is None else SigningKey.read(key_file)
 
     def once(storage: str | Storage, moves_if_unchanged: bool, progress: Progress | None) -> ExportReport:
         matching = match_namespaces(cache_dir, namespace)
-        if len(matching) > 1:
+        chosen = namespaces_in_use(cache_dir, matching) if namespace is None and len(matching) > 1 else matching
+        if len(chosen) != 1:
             lines = "".join(
                 f"\n  {directory.name}  {ns.human.get('model') or ''}".rstrip() for directory, ns in matching
             )
@@ -114,7 +120,7 @@ def export(
         return export_snapshot(
             cache_dir,
             storage,
-            namespace=namespace,
+            namespace=chosen[0][1].id(),
             tag=tag,
             max_bytes=max_bytes,
             select=select,
@@ -128,7 +134,7 @@ def export(
 
     signed_by = None if signer is None else signer.public
     if every_s is not None:
-        status = _export_every(every_s, url, once, signed_by, as_json=as_json)
+        status = _export_every(every_s, url, tag, once, signed_by, as_json=as_json)
     else:
         with ProgressBar("export") as bar:
             report = once(url, True, bar)
@@ -143,7 +149,9 @@ def export(
         ctx.exit(status)
 
 
-def _export_every(every_s: float, url: str, once: Once, signed_by: str | None, *, as_json: bool) -> int:
+def _export_every(
+    every_s: float, url: str, tag: str | None, once: Once, signed_by: str | None, *, as_json: bool
+) -> int:
     """Export until a signal comes; the exit status."""
     last: ExportRound | None = None
 
@@ -164,7 +172,8 @@ def _export_every(every_s: float, url: str, once: Once, signed_by: str | None, *
             _print_text(found.report, signed_by)
 
     with stopped_by_signals() as stop, closing(StoppableStorage(open_storage(url, sleep=stop.sleep), stop)) as storage:
-        ExportRounds(lambda moves: once(storage, moves, None), stop=stop).run(Pace(every_s), told)
+        is_owed_here = partial(is_owed, storage, tag)
+        ExportRounds(lambda moves: once(storage, moves, None), is_owed=is_owed_here, stop=stop).run(Pace(every_s), told)
     if last is None:
         return 0
     if last.outcome == "failed":

@@ -18,7 +18,7 @@ from kvsnap_jobs.output import print_facts, print_json
 @namespace_option
 @click.option(
     "--timeout", "timeout_s", metavar="SECONDS", type=float, default=FLUSH_TIMEOUT_S, show_default=True,
-    help="Longest wait for each engine.",
+    help="How long each engine may write.",
 )  # fmt: skip
 @json_option
 @click.pass_context
@@ -30,7 +30,7 @@ def flush(ctx: click.Context, cache_dir: Path, namespace: str | None, timeout_s:
       0  all of them wrote everything that may be written
       1  there is no live engine, or one did not answer
       2  wrong usage
-      3  an engine answered, but has chunks that it could not write
+      3  an engine answered, but has chunks that it could not write, or not in time
     """
     answers = {}
     failed: list[str] = []

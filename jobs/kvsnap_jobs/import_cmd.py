@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvsnap.snapshot_import import import_snapshot
-from kvsnap_jobs.options import EXIT_PROBLEMS, SIZE, SNAPSHOT_URL, cache_dir_option, json_option
+from kvsnap_jobs.options import EXIT_PROBLEMS, SIZE, SNAPSHOT_URL, cache_dir_option, json_option, other_engines_option
 from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
 from kvsnap_jobs.trust_options import keys_to_trust, trust_options
 
@@ -17,6 +17,7 @@ from kvsnap_jobs.trust_options import keys_to_trust, trust_options
 @cache_dir_option()
 @click.option("--max-bytes", metavar="SIZE", type=SIZE, help="Most bytes of shards, the hottest first.")
 @click.option("--partial", is_flag=True, help="Import what is whole of a damaged snapshot instead of refusing it.")
+@other_engines_option
 @click.option("--dry-run", is_flag=True, help="Check everything that can be checked beforehand; touch nothing.")
 @trust_options
 @json_option
@@ -27,6 +28,7 @@ def import_(
     cache_dir: Path,
     max_bytes: int | None,
     partial: bool,
+    other_engines: bool,
     dry_run: bool,
     require_signature: bool | None,
     trusted_keys: Path | None,
@@ -38,8 +40,10 @@ def import_(
     first, and a chunk never without its ancestors. A snapshot that is damaged, or that
     none of the live engines of DIR could use, is refused, and nothing is touched (what
     shows only while a shard is read ends the import; what is there then is a valid
-    part). The cap of DIR holds. Live engines notice new shards by themselves. May be
-    killed and repeated. Where trusted keys are installed, one of them must have signed it.
+    part). With --other-engines it may be for engines that are still to come, as in a
+    deploy of another model beside the old one. The cap of DIR holds. Live engines notice
+    new shards by themselves. May be killed and repeated. Where trusted keys are installed,
+    one of them must have signed it.
 
     \b
     Exit status:
@@ -58,6 +62,7 @@ def import_(
             cache_dir,
             max_bytes=max_bytes,
             allow_partial=partial,
+            other_engines=other_engines,
             dry_run=dry_run,
             trusted=trusted,
             progress=bar,

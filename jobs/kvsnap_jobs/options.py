@@ -167,6 +167,15 @@ def namespace_option(function: F) -> F:
     )(function)
 
 
+def other_engines_option(function: F) -> F:
+    """`--other-engines`"""
+    return click.option(
+        "--other-engines",
+        is_flag=True,
+        help="Also beside live engines of which none could use the snapshot, for those that are to come.",
+    )(function)
+
+
 def dram_dir_option(function: F) -> F:
     """`--dram-dir DIR`"""
     return click.option(

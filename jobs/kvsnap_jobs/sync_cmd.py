@@ -16,6 +16,7 @@ from kvsnap_jobs.options import (
     SNAPSHOT_URL,
     cache_dir_option,
     json_option,
+    other_engines_option,
 )
 from kvsnap_jobs.output import ProgressBar, print_json, print_json_line, size_text
 from kvsnap_jobs.signals import stopped_by_signals
@@ -31,6 +32,7 @@ from kvsnap_jobs.trust_options import keys_to_trust, trust_options
     help="With --follow: how often to ask what REF names, give or take a fifth; longer after failures.",
 )  # fmt: skip
 @click.option("--max-bytes", metavar="SIZE", type=SIZE, help="Most bytes of shards of a snapshot, the hottest first.")
+@other_engines_option
 @trust_options
 @json_option
 @click.pass_context
@@ -41,6 +43,7 @@ def sync(
     follow: bool,
     interval_s: float,
     max_bytes: int | None,
+    other_engines: bool,
     require_signature: bool | None,
     trusted_keys: Path | None,
     as_json: bool,
@@ -75,7 +78,14 @@ def sync(
 
     with stopped_by_signals() as stop, ProgressBar("sync") as bar:
         syncing = SnapshotSync(
-            url, ref, cache_dir, max_bytes=max_bytes, trusted=trusted, stop=stop, progress=None if follow else bar
+            url,
+            ref,
+            cache_dir,
+            max_bytes=max_bytes,
+            other_engines=other_engines,
+            trusted=trusted,
+            stop=stop,
+            progress=None if follow else bar,
         )
         try:
             if follow:

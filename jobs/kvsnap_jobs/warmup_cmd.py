@@ -15,6 +15,7 @@ import click
 
 from kvsnap.errors import ConfigError, KvsnapError
 from kvsnap.manifest import DIGEST_PREFIX
+from kvsnap.signing import SigningKey
 from kvsnap.snapshot_export import export_snapshot
 from kvsnap.warmup.engine_tiers import namespace_in_use
 from kvsnap.warmup.grouping import SHARD_TOKENS
@@ -36,6 +37,9 @@ from kvsnap_jobs.options import (
     namespace_option,
 )
 from kvsnap_jobs.output import print_facts, print_json, size_text
+from kvsnap_jobs.repository_options import single_writer_option
+from kvsnap_jobs.signals import ended_by_sigterm
+from kvsnap_jobs.trust_options import signing_key_option
 
 START_SECONDS = 1800.0
 BAR_AFTER_S = 1.0
@@ -108,11 +112,11 @@ class CountBar:
 @click.option("--concurrency", type=click.IntRange(1, 1024), default=8, show_default=True, help="Requests at once.")
 @click.option("--timeout", "timeout_s", type=DURATION, default="5m", show_default=True, help="For each request.")
 @click.option("--wait", "wait_s", type=DURATION, default=0.0, help="Wait so long for a server that isn't up yet.")
-@click.option("--budget", "budget_s", type=DURATION, help="Longest time for all of it, as 120s.")
+@click.option("--budget", "budget_s", type=DURATION, help="Longest time until it is ready, as 120s.")
 @click.option("--require-warm", is_flag=True, help="Not everything warm: write no ready file, exit with 3.")
 @click.option(
     "--ready-file", type=click.Path(path_type=Path, dir_okay=False), metavar="PATH",
-    help="Written at the end, with the report as JSON; removed at the start.",
+    help="Written when it is over, with the report as JSON; removed at the start.",
 )  # fmt: skip
 @click.option(
     "--input-format", type=click.Choice(INPUT_FORMATS), default="auto", show_default=True, help="Of the prompt files."
@@ -144,8 +148,11 @@ class CountBar:
 @namespace_option
 @click.option("--engine-log", type=click.Path(path_type=Path, dir_okay=False), help="With --model: where vLLM logs.")
 @click.option("--dry-run", is_flag=True, help="Only tokenise; say what would be computed and stored.")
+@signing_key_option("--sign-key")
+@single_writer_option
 @json_option
 @click.pass_context
+@ended_by_sigterm()
 def warmup(
     ctx: click.Context,
     files: tuple[str, ...],
@@ -171,6 +178,8 @@ def warmup(
     namespace: str | None,
     engine_log: Path | None,
     dry_run: bool,
+    key_file: Path | None,
+    single_writer: bool,
     as_json: bool,
 ) -> None:
     """Have an engine compute known PROMPTS, and prove that they are cached afterwards.
@@ -183,7 +192,13 @@ def warmup(
     is read, one request at a time).
 
     With --budget it ends in time and fails open: the ready file is written and says
-    "cold". With --require-warm it fails closed. May be killed and repeated.
+    "cold". With --require-warm it fails closed. A server that isn't up when --wait is over
+    ends it before. With --model the engine is flushed with what is left of the budget, at
+    least 5 seconds, and then shut down (at most a minute; killed if it isn't up yet).
+
+    --export publishes, if all is warm: what makes ready doesn't wait for it, so it is no
+    part of the budget, and with --url comes after the ready file. May be killed and
+    repeated.
 
     \b
     Exit status:
@@ -193,7 +208,8 @@ def warmup(
       3  not warm: prompts failed or were no hits, or --require-warm and the budget ran out
     """
     flags = ctx.meta.get(_FLAGS, [])
-    _check_usage(url, model, flags, export_url, tag, cache_dir, namespace, engine_log)
+    _check_usage(url, model, flags, export_url, tag, cache_dir, namespace, engine_log, key_file, single_writer)
+    signer = None if key_file is None else SigningKey.read(key_file)
     if ready_file is not None:
         if not ready_file.absolute().parent.is_dir():
             raise click.UsageError(f"the folder of --ready-file {ready_file} doesn't exist")
@@ -246,7 +262,9 @@ def warmup(
         bar.clear()
         if export_url is not None:
             assert cache_dir is not None
-            report = _export(report, cache_dir, export_url, tag, namespace)
+            if offline is None:
+                _make_ready(report, ready_file, require_warm=require_warm)
+            report = _export(report, cache_dir, export_url, tag, namespace, signer, single_writer=single_writer)
     finally:
         bar.clear()
         transport.close()
@@ -262,6 +280,8 @@ def _check_usage(
     cache_dir: Path | None,
     namespace: str | None,
     engine_log: Path | None,
+    key_file: Path | None,
+    single_writer: bool,
 ) -> None:
     if (url is None) == (model is None):
         raise click.UsageError("give either --url (a running server) or --model (an engine of its own)")
@@ -271,25 +291,49 @@ def _check_usage(
         raise click.UsageError("--engine-log goes with --model")
     if export_url is not None and cache_dir is None:
         raise click.UsageError("--export needs --cache-dir, the cache directory of the engine")
-    if export_url is None and (tag is not None or namespace is not None):
-        raise click.UsageError("--tag and --namespace go with --export")
+    if export_url is None and (single_writer or any(value is not None for value in (tag, namespace, key_file))):
+        raise click.UsageError("--tag, --namespace, --sign-key and --single-writer go with --export")
 
 
-def _export(report: WarmupReport, cache_dir: Path, url: str, tag: str | None, namespace: str | None) -> WarmupReport:
+def _export(
+    report: WarmupReport,
+    cache_dir: Path,
+    url: str,
+    tag: str | None,
+    namespace: str | None,
+    signer: SigningKey | None,
+    *,
+    single_writer: bool,
+) -> WarmupReport:
     """Publish what is there now, if that is everything."""
     if report.state != "warm":
         return dataclasses.replace(report, export_error="not everything is warm, so nothing was exported")
     if not report.num_warmed and not report.num_resident:
-        return dataclasses.replace(report, export_error=None)
+        return dataclasses.replace(report, warnings=(*report.warnings, _nothing_exported(tag)))
     if namespace is None and (found := namespace_in_use(cache_dir)) is not None:
         namespace = found[1].id()
     try:
-        exported = export_snapshot(cache_dir, url, namespace=namespace, tag=tag)
+        exported = export_snapshot(
+            cache_dir, url, namespace=namespace, tag=tag, single_writer=single_writer, signer=signer
+        )
     except (KvsnapError, OSError) as error:
         return dataclasses.replace(report, export_error=str(error))
     lost = [f"engine {e} could not write {n} chunks" for e, a in exported.flushed.items() if (n := a["unsaved_chunks"])]
     problems = [*lost, *exported.damaged]
     return dataclasses.replace(report, snapshot=exported.snapshot, export_error="; ".join(problems) or None)
+
+
+def _nothing_exported(tag: str | None) -> str:
+    text = "NOTHING EXPORTED: there was no prompt to warm up for this worker"
+    if tag is None:
+        return text
+    return f"{text}; ref {tag} stays: if an earlier deploy made it, `kvsnap merge` would take that older part"
+
+
+def _make_ready(report: WarmupReport, ready_file: Path | None, *, require_warm: bool) -> None:
+    """Write the ready file, unless what isn't warm isn't to be ready."""
+    if ready_file is not None and (report.state == "warm" or not require_warm):
+        write_ready_file(ready_file, report)
 
 
 def _finish(
@@ -303,8 +347,7 @@ def _finish(
 ) -> None:
     """Print, write the ready file, choose the exit status."""
     is_warm = report.state == "warm"
-    if ready_file is not None and (is_warm or not require_warm):
-        write_ready_file(ready_file, report)
+    _make_ready(report, ready_file, require_warm=require_warm)
     _warn(report.warnings, report.volatile, report.failures)
     if as_json:
         print_json(report)
@@ -337,7 +380,7 @@ def _warn(warnings: Iterable[str], volatile: Iterable[Finding], failures: tuple[
 
 
 def _print_report(report: WarmupReport) -> None:
-    click.echo(f"{report.state}: {report.target}, model {report.model}")
+    click.echo(f"{report.state}: {report.target}, model {report.model or 'unknown'}")
     skipped = report.num_resident + report.num_short + report.num_duplicates
     details = f"{report.num_resident} resident, {report.num_short} too short, {report.num_duplicates} equal"
     sources = ", ".join(f"{tokens} from {source}" for source, tokens in (report.cached_by_source or {}).items())

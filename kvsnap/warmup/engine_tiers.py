@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsnap.engines import STATUS_TIMEOUT_S, ask, engines_of
+from kvsnap.engines import STATUS_TIMEOUT_S, ask, engines_of, namespaces_in_use
 from kvsnap.errors import KvsnapError
 from kvsnap.namespace import Namespace
 from kvsnap.tiers.paths import open_namespaces
@@ -40,9 +40,7 @@ def namespace_in_use(cache_dir: Path | None) -> tuple[Path, Namespace] | None:
     if cache_dir is None or not cache_dir.is_dir():
         return None
     try:
-        found = open_namespaces(cache_dir)
-        live = {record.namespace for record in engines_of(cache_dir)}
+        matching = namespaces_in_use(cache_dir, open_namespaces(cache_dir))
     except KvsnapError:
         return None
-    matching = [(directory, ns) for directory, ns in found if ns.id() in live] if live else found
     return matching[0] if len(matching) == 1 else None

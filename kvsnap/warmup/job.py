@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from kvsnap.engines import FLUSH_TIMEOUT_S
 from kvsnap.errors import ConfigError, KvsnapError
 from kvsnap.warmup import grouping
 from kvsnap.warmup.engine_tiers import TierBytes, namespace_in_use, tier_bytes
@@ -27,6 +29,8 @@ Progress = Callable[[str, int, int], None]
 
 CLOCK_OFFSET_S = 400 * 86_400.0 + 3 * 3600 + 25 * 60 + 7
 """Another year, month, day, weekday, hour, minute and second."""
+LEAST_FLUSH_S = 5.0
+"""What was computed in time is worth so much more of it."""
 NO_DETAILS = (
     "the server does not report cached tokens for each request (start it with --enable-prompt-tokens-details); its "
     "counters on /metrics are used instead, with one request at a time, and other traffic blurs them"
@@ -59,8 +63,8 @@ class Options:
     """Starts the engine, within so many seconds."""
     set_clock: Callable[[float], None] | None = None
     """Moves the clock that chat templates see, where that is possible."""
-    flush: Callable[[], list[str]] | None = None
-    """Has the engine write to disk what only its DRAM holds, at the end; what it could not."""
+    flush: Callable[[float], list[str]] | None = None
+    """Has the engine write to disk what only its DRAM holds, at the end, within so many seconds; what it could not."""
 
 
 class Warmup:
@@ -147,6 +151,8 @@ class Warmup:
         except RequestError as error:
             if not (error.is_timeout and self._deadline is not None and time.monotonic() >= self._deadline):
                 raise
+            if not self._is_late:
+                self._warnings.append(f"the budget ran out: {error}")
             self._is_late = True
         return self._report()
 
@@ -238,12 +244,13 @@ class Warmup:
             self._findings.compare(chats[0].prompt, chats[0].ids or (), later.token_ids)
 
     def _drop_equal(self) -> None:
-        """Prompts that were written differently and are the same tokens."""
+        """Prompts that were written differently and are the same tokens, as far as /tokenize could tell."""
         kept: dict[Hashable, Outcome] = {}
         for i, outcome in enumerate(self._all):
             key: Hashable = i
             if outcome.ids is not None and not outcome.prompt.has_media:
-                key = (outcome.ids, outcome.prompt.salt, outcome.prompt.model or self._server.model)
+                rest = json.dumps(outcome.prompt.beyond_tokenize, sort_keys=True)
+                key = (outcome.ids, rest, outcome.prompt.salt, outcome.prompt.model or self._server.model)
             kept.setdefault(key, outcome)
         self._num_duplicates += len(self._all) - len(kept)
         self._all = list(kept.values())
@@ -341,6 +348,11 @@ class Warmup:
             return False
         return self._options.prove_tiers or not outcome.was_resident
 
+    def _flush_seconds(self) -> float:
+        if self._deadline is None:
+            return FLUSH_TIMEOUT_S
+        return min(max(self._deadline - time.monotonic(), LEAST_FLUSH_S), FLUSH_TIMEOUT_S)
+
     def _sources(self) -> dict[str, int] | None:
         """Where the proofs' cached tokens came from."""
         before = self._counters_before
@@ -361,7 +373,7 @@ class Warmup:
     def _report(self) -> WarmupReport:
         mine = self._mine()
         if self._options.flush is not None:
-            self._warnings += self._options.flush()
+            self._warnings += self._options.flush(self._flush_seconds())
         for outcome in mine:
             if outcome.first and outcome.proof and outcome.first.token_ids and outcome.proof.token_ids:
                 self._findings.compare(outcome.prompt, outcome.first.token_ids, outcome.proof.token_ids)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvsnap.config import Config
-from kvsnap.engines import FLUSH_TIMEOUT_S, ask, engines_of
+from kvsnap.engines import engines_of, flush_engine
 from kvsnap.errors import ConfigError, KvsnapError, StorageError
 from kvsnap.warmup.transport import RequestError
 
@@ -131,14 +131,16 @@ class OfflineTransport:
         """Where it stores, as its flags say."""
         return Path(str(self.facts.get("cache_dir") or Config().cache_dir)).expanduser()
 
-    def flush(self) -> list[str]:
-        """Have it write to disk what only its DRAM holds; what it could not, for people."""
-        problems = []
+    def flush(self, timeout_s: float) -> list[str]:
+        """Have it write to disk what only its DRAM holds, within `timeout_s`; what it could not, for people."""
+        problems: list[str] = []
+        if not self.facts:
+            return problems
         for record in engines_of(self.cache_dir):
             if self._process is None or not _is_in_group(record.pid, self._process.pid):
                 continue
             try:
-                unsaved = ask(record, "flush", {}, timeout_s=FLUSH_TIMEOUT_S).get("unsaved_chunks")
+                unsaved = flush_engine(record, timeout_s=timeout_s).get("unsaved_chunks")
             except KvsnapError as error:
                 problems.append(f"the offline engine did not flush: {error}")
                 continue
@@ -163,10 +165,12 @@ class OfflineTransport:
             os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End of input: the child shuts its engine down and ends. Killed if it doesn't."""
+        """End of input: the child shuts its engine down and ends. Killed if it doesn't, or isn't up yet."""
         process = self._process
         if process is None or process.stdin is None:
             return
+        if not self.facts:
+            self.kill()  # it reads its input only once the engine is up, and has nothing to lose before
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:

@@ -32,7 +32,7 @@ class Outcome:
         """Whether it holds no whole block that a later request could use."""
         if self.first is not None:
             return usable_tokens(self.first.prompt_tokens, self.block_tokens) == 0
-        known = self.ids is not None and not self.prompt.has_media
+        known = self.ids is not None and not self.prompt.has_media and not self.prompt.beyond_tokenize
         return known and usable_tokens(len(self.ids or ()), self.block_tokens) == 0
 
     @property

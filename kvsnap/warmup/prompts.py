@@ -59,7 +59,6 @@ _DROPPED = frozenset(
         "prompt_logprobs",
         "repetition_penalty",
         "request_id",
-        "response_format",
         "return_token_ids",
         "seed",
         "service_tier",
@@ -81,6 +80,18 @@ _DROPPED = frozenset(
     )
 )
 """Fields that decide what is generated or how it is answered, not what the prompt's tokens are."""
+
+TOKENIZE_FIELDS = (
+    "add_generation_prompt",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "tools",
+)
+"""What /tokenize knows of a request, beside its content (vLLM 0.32, `TokenizeChatRequest`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +120,12 @@ class Prompt:
         """The `cache_salt`."""
         salt = self.body.get("cache_salt")
         return str(salt) if salt is not None else None
+
+    @property
+    def beyond_tokenize(self) -> dict[str, Any]:
+        """Fields that may change its tokens (documents, reasoning_effort, tool_choice, ...), unknown to /tokenize."""
+        told = {*TOKENIZE_FIELDS, *_CONTENT, "cache_salt"}
+        return {name: value for name, value in self.body.items() if name not in told}
 
     @property
     def has_media(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsnap.errors import ConfigError
-from kvsnap.warmup.prompts import CHAT, Prompt
+from kvsnap.warmup.prompts import CHAT, TOKENIZE_FIELDS, Prompt
 from kvsnap.warmup.transport import MAX_ERROR_BYTES, RequestError, Transport
 
 RETRY_STATUSES = {429, 502, 503, 504}
@@ -19,16 +19,6 @@ FATAL_STATUSES = {401, 403, 404}
 RETRIES = 5
 FIRST_DELAY_S = 0.1
 SETTLE_SECONDS = 3.0
-_TOKENIZE_FIELDS = (
-    "add_generation_prompt",
-    "add_special_tokens",
-    "chat_template",
-    "chat_template_kwargs",
-    "continue_final_message",
-    "media_io_kwargs",
-    "mm_processor_kwargs",
-    "tools",
-)
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -82,18 +72,24 @@ class Server:
         """Find out what it serves; try again for `wait_s` while it isn't up.
 
         Raises:
-            RequestError: it doesn't answer, or refuses.
+            RequestError: it doesn't answer, or refuses. `is_timeout` where that is how the time for all ended.
             ConfigError: it doesn't serve `model`.
         """
         deadline = time.monotonic() + wait_s
         if self.deadline is not None:
             deadline = min(deadline, self.deadline)
+        reason: RequestError | None = None
         while True:
             try:
                 found = self._json("GET", "/v1/models", None, what="the list of models")
                 break
             except RequestError as error:
-                if error.status in FATAL_STATUSES or time.monotonic() >= deadline:
+                reason = reason if reason is not None and error.is_timeout else error
+                if error.status in FATAL_STATUSES:
+                    raise
+                if self.deadline is not None and time.monotonic() >= self.deadline:
+                    raise RequestError(str(reason), status=reason.status, is_timeout=True) from None
+                if time.monotonic() >= deadline:
                     raise
                 time.sleep(min(0.5, max(deadline - time.monotonic(), 0.0)))
         try:
@@ -146,7 +142,7 @@ class Server:
         if (ids := prompt.token_ids) is not None:
             return Rendered(token_ids=tuple(ids), pieces=())
         body: dict[str, Any] = {"model": self._model_of(prompt), "return_token_strs": with_pieces}
-        body |= {field: prompt.body[field] for field in _TOKENIZE_FIELDS if field in prompt.body}
+        body |= {field: prompt.body[field] for field in TOKENIZE_FIELDS if field in prompt.body}
         body["messages" if prompt.url == CHAT else "prompt"] = prompt.body[
             "messages" if prompt.url == CHAT else "prompt"
         ]

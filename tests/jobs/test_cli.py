@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
 
 from kvsnap.control import ControlServer
 from kvsnap.engines import engines_of
@@ -25,20 +25,8 @@ from kvsnap.tiers.dram_lock import list_dram_files
 from kvsnap.tiers.engines import EngineRecord
 from kvsnap_jobs.cli import main
 from tests.disk_fakes import Snapshot, make_namespace
+from tests.jobs.command import invoke, run_json
 from tests.snapshot_fakes import chain, filled_cache, flip, prompt, store
-
-
-def run(*args: object) -> Result:
-    result = CliRunner().invoke(main, [str(arg) for arg in args])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def run_json(*args: object, status: int = 0) -> Any:
-    result = run(*args, "--json")
-    assert result.exit_code == status, result.output
-    return json.loads(result.stdout)
 
 
 @pytest.fixture
@@ -54,6 +42,8 @@ class FakeEngine:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.flushes = True
         self.unsaved = 0
+        self.takes_all = False
+        """A flush ends only when its time is over."""
         self._disk = DiskTier(cache, ns, cap_bytes=1 << 30)
         self._server = ControlServer(
             path,
@@ -86,6 +76,8 @@ class FakeEngine:
     def _flush(self, args: dict[str, Any]) -> dict[str, Any]:
         if not self.flushes:
             raise KvsnapError("the disk is gone")
+        if self.takes_all:
+            time.sleep(args["timeout_s"])
         return self._note("flush", args, {"written_chunks": 2, "unsaved_chunks": self.unsaved})
 
 
@@ -99,7 +91,7 @@ def engine(cache: Path, ns: Namespace, own_runtime_dir: Path) -> Iterator[FakeEn
 class TestHelp:
     @pytest.mark.parametrize("name", sorted(main.commands))
     def test_every_command_says_what_it_does_and_its_exit_statuses(self, name: str) -> None:
-        result = run(name, "--help")
+        result = invoke(name, "--help")
 
         assert result.exit_code == 0
         assert "Exit status:" in result.stdout
@@ -114,10 +106,10 @@ class TestHelp:
 
     @pytest.mark.parametrize("name", sorted(main.commands))
     def test_every_command_takes_json(self, name: str) -> None:
-        assert "--json" in run(name, "--help").stdout
+        assert "--json" in invoke(name, "--help").stdout
 
     def test_every_command_that_deletes_has_a_dry_run(self) -> None:
-        assert "--dry-run" in run("clear", "--help").stdout
+        assert "--dry-run" in invoke("clear", "--help").stdout
 
     def test_the_commands_of_the_design_are_there(self) -> None:
         assert set(main.commands) >= {"clear", "export", "flush", "import", "list", "show", "status", "verify"}
@@ -125,8 +117,8 @@ class TestHelp:
 
 class TestSnapshots:
     def test_export_prints_the_id_first(self, cache: Path, ns: Namespace, repo: Path) -> None:
-        result = run("export", "--cache-dir", cache, "--to", repo)
-        again = run("export", "--cache-dir", cache, "--to", repo)
+        result = invoke("export", "--cache-dir", cache, "--to", repo)
+        again = invoke("export", "--cache-dir", cache, "--to", repo)
 
         assert result.exit_code == again.exit_code == 0
         first = result.stdout.splitlines()[0]
@@ -135,10 +127,10 @@ class TestSnapshots:
         assert "has this snapshot already" in again.stdout
 
     def test_export_moves_a_ref_only_when_told(self, cache: Path, ns: Namespace, repo: Path) -> None:
-        run("export", "--cache-dir", cache, "--to", repo)
+        invoke("export", "--cache-dir", cache, "--to", repo)
         assert run_json("list", repo)["snapshots"][0]["refs"] == []
 
-        run("export", "--cache-dir", cache, "--to", repo, "--tag", "prod")
+        invoke("export", "--cache-dir", cache, "--to", repo, "--tag", "prod")
 
         assert run_json("list", repo)["snapshots"][0]["refs"] == ["prod"]
 
@@ -146,7 +138,7 @@ class TestSnapshots:
         other = make_namespace(tag="other")
         store(cache, other, chain(other, prompt(1, 64)))
 
-        result = run("export", "--cache-dir", cache, "--to", repo)
+        result = invoke("export", "--cache-dir", cache, "--to", repo)
 
         assert result.exit_code == 2
         assert ns.dirname in result.stderr
@@ -158,8 +150,8 @@ class TestSnapshots:
 
         assert report["snapshot"] == exported["snapshot"]
         assert report["num_chunks"] == exported["num_chunks"] == 7
-        assert run("verify", "--read-data", f"{repo}@prod").exit_code == 0
-        assert run("verify", "--read-data", "--cache-dir", tmp_path / "other").exit_code == 0
+        assert invoke("verify", "--read-data", f"{repo}@prod").exit_code == 0
+        assert invoke("verify", "--read-data", "--cache-dir", tmp_path / "other").exit_code == 0
 
     def test_a_flipped_byte_is_named_by_verify_and_import(
         self, repo: Path, exported: dict[str, Any], tmp_path: Path
@@ -168,7 +160,7 @@ class TestSnapshots:
         flip(shard, -4097)
 
         verified = run_json("verify", "--read-data", f"{repo}@prod", status=3)
-        imported = run("import", f"{repo}@prod", "--cache-dir", tmp_path / "other")
+        imported = invoke("import", f"{repo}@prod", "--cache-dir", tmp_path / "other")
 
         (problem,) = verified["problems"]
         assert shard.name in problem["message"]
@@ -176,7 +168,7 @@ class TestSnapshots:
         assert len(imported.stderr.splitlines()) == 1
         for text in (shard.name, problem["chunk"][:12]):
             assert text in imported.stderr
-            assert text in run("verify", "--read-data", f"{repo}@prod").stdout
+            assert text in invoke("verify", "--read-data", f"{repo}@prod").stdout
 
     def test_show_prints_the_manifest(self, repo: Path, exported: dict[str, Any]) -> None:
         manifest = run_json("show", f"{repo}@prod")
@@ -184,7 +176,7 @@ class TestSnapshots:
         assert manifest["snapshot"] == f"sha256:{exported['snapshot']}"
         assert manifest["totals"]["chunks"] == 7
         assert manifest["model"]["identity"]["weights"] == "dummy:0"
-        assert "dummy:0" in run("show", f"{repo}@prod").stdout
+        assert "dummy:0" in invoke("show", f"{repo}@prod").stdout
 
     def test_list_tells_what_it_can_not_read(self, repo: Path, exported: dict[str, Any]) -> None:
         next((repo / "manifests").iterdir()).unlink()
@@ -206,7 +198,7 @@ class TestSnapshots:
             ("status", "--cache-dir", tmp_path / "nothing"),
             ("flush", "--cache-dir", tmp_path / "cache"),
         ):
-            result = run(*args)
+            result = invoke(*args)
 
             assert result.exit_code == 1, args
             assert result.stdout == ""
@@ -228,7 +220,7 @@ class TestSnapshots:
         ],
     )
     def test_wrong_usage_is_status_2(self, args: tuple[str, ...]) -> None:
-        assert run(*args).exit_code == 2
+        assert invoke(*args).exit_code == 2
 
 
 class TestLiveEngine:
@@ -241,14 +233,14 @@ class TestLiveEngine:
 
     def test_export_says_what_could_not_be_flushed(self, cache: Path, engine: FakeEngine, repo: Path) -> None:
         engine.unsaved = 5
-        assert "5 chunks" in run("export", "--cache-dir", cache, "--to", repo).stderr
+        assert "5 chunks" in invoke("export", "--cache-dir", cache, "--to", repo).stderr
 
         engine.flushes = False
-        result = run("export", "--cache-dir", cache, "--to", repo)
+        result = invoke("export", "--cache-dir", cache, "--to", repo)
 
         assert result.exit_code == 1
         assert "the disk is gone" in result.stderr
-        assert run("export", "--cache-dir", cache, "--to", repo, "--no-flush").exit_code == 0
+        assert invoke("export", "--cache-dir", cache, "--to", repo, "--no-flush").exit_code == 0
 
     def test_import_names_the_field_when_no_engine_matches(
         self, cache: Path, engine: FakeEngine, tmp_path: Path, repo: Path
@@ -259,7 +251,7 @@ class TestLiveEngine:
         run_json("export", "--cache-dir", tmp_path / "elsewhere", "--to", repo, "--tag", "prod")
         before = Snapshot.of(cache)
 
-        result = run("import", f"{repo}@prod", "--cache-dir", cache)
+        result = invoke("import", f"{repo}@prod", "--cache-dir", cache)
 
         assert result.exit_code == 3
         assert "identity_tag" in result.stderr
@@ -277,13 +269,49 @@ class TestLiveEngine:
         assert report["engines"] == ["engine-1"]
         assert report["imported_shards"] == 1
 
+    def test_import_for_engines_that_are_to_come(
+        self, cache: Path, ns: Namespace, engine: FakeEngine, tmp_path: Path, repo: Path
+    ) -> None:
+        """A deploy of another model: its snapshot comes while the old engines still use the directory."""
+        other = make_namespace(tag="sibling")
+        filled_cache(tmp_path / "elsewhere", other)
+        run_json("export", "--cache-dir", tmp_path / "elsewhere", "--to", repo, "--tag", "prod")
+        args = (f"{repo}@prod", "--cache-dir", cache)
+
+        refused = invoke("sync", *args)
+        synced = run_json("sync", *args, "--other-engines")
+        report = run_json("import", *args, "--other-engines")
+
+        assert refused.exit_code == 3
+        assert synced["report"]["imported_shards"] == 2
+        assert (report["engines"], report["num_chunks"]) == ([], 7)
+        assert (cache / other.dirname / "shards").is_dir()
+
+    def test_export_takes_the_namespace_in_use(
+        self, cache: Path, ns: Namespace, engine: FakeEngine, repo: Path, own_runtime_dir: Path
+    ) -> None:
+        """What an earlier model left in the directory is no reason to stop; two live ones are."""
+        other = make_namespace(tag="other")
+        store(cache, other, chain(other, prompt(1, 64)))
+        args = ("export", "--cache-dir", cache, "--to", repo)
+
+        assert run_json(*args)["namespace"] == ns.id()
+        assert run_json(*args, "--namespace", other.dirname)["namespace"] == other.id()
+        second = FakeEngine(cache, other, own_runtime_dir / "other.sock")
+        result = invoke(*args)
+        second.close()
+
+        assert result.exit_code == 2
+        assert ns.dirname in result.stderr
+        assert other.dirname in result.stderr
+
     def test_status_shows_its_answer(self, cache: Path, ns: Namespace, engine: FakeEngine) -> None:
         report = run_json("status", "--cache-dir", cache)
 
         assert report["engines"][0]["answer"] == {"dram": {"chunks": 3}}
         assert report["namespaces"][0]["num_chunks"] == 7
         assert report["cap_bytes"] == 1 << 30
-        assert "dram.chunks" in run("status", "--cache-dir", cache).stdout
+        assert "dram.chunks" in invoke("status", "--cache-dir", cache).stdout
 
     def test_status_survives_a_silent_engine(self, cache: Path, engine: FakeEngine) -> None:
         engine._server.close()
@@ -296,7 +324,17 @@ class TestLiveEngine:
     def test_flush(self, cache: Path, engine: FakeEngine) -> None:
         assert run_json("flush", "--cache-dir", cache)["engines"]["engine-1"]["written_chunks"] == 2
         engine.unsaved = 1
-        assert run("flush", "--cache-dir", cache).exit_code == 3
+        assert invoke("flush", "--cache-dir", cache).exit_code == 3
+
+    def test_flush_ends_in_the_engine(self, cache: Path, engine: FakeEngine) -> None:
+        """The engine knows how long it may write and says what it did not; it isn't left to it to go on for minutes."""
+        engine.takes_all = True
+        engine.unsaved = 3
+
+        result = invoke("flush", "--cache-dir", cache, "--timeout", "0.05")
+
+        assert result.exit_code == 3
+        assert engine.calls == [("flush", {"timeout_s": 0.05})]
 
     def test_flush_reaches_an_engine_beside_one_that_it_can_not_ask(
         self, cache: Path, ns: Namespace, engine: FakeEngine, own_runtime_dir: Path
@@ -306,7 +344,7 @@ class TestLiveEngine:
         other = {**record, "engine_id": "engine-0", "socket": str(own_runtime_dir / "elsewhere.sock")}
         (cache / ns.dirname / "engines" / "engine-0.json").write_text(json.dumps(other))
 
-        done = run("flush", "--cache-dir", cache)
+        done = invoke("flush", "--cache-dir", cache)
 
         assert done.exit_code == 1
         assert "engine-0" in done.stderr
@@ -330,7 +368,7 @@ class TestLiveEngine:
         record.write_text(json.dumps({**json.loads(record.read_text()), "start": 1}))
 
         assert engines_of(cache) == []
-        assert run("flush", "--cache-dir", cache).exit_code == 1
+        assert invoke("flush", "--cache-dir", cache).exit_code == 1
 
 
 class TestAtRest:
@@ -351,7 +389,7 @@ class TestAtRest:
         other = make_namespace(tag="other")
         store(cache, other, chain(other, prompt(1, 64)))
 
-        run("clear", "--cache-dir", cache, "--tier", "all", "--namespace", other.id()[:12], "--dram-dir", tmp_path)
+        invoke("clear", "--cache-dir", cache, "--tier", "all", "--namespace", other.id()[:12], "--dram-dir", tmp_path)
 
         found = {row["namespace"]: row["num_chunks"] for row in run_json("status", "--cache-dir", cache)["namespaces"]}
         assert found == {ns.id(): 7, other.id(): 0}
@@ -366,7 +404,7 @@ class TestAtRest:
         assert row["num_tokens"] == 6 * 64 + 32
         assert report["used_bytes"] >= row["real_bytes"] > 0
         assert report["engines"] == report["dram_files"] == []
-        assert "dead chunks" in run("status", "--cache-dir", cache, "--dram-dir", tmp_path).stdout
+        assert "dead chunks" in invoke("status", "--cache-dir", cache, "--dram-dir", tmp_path).stdout
 
     def test_dram_files_at_rest_are_shown_and_cleared(self, cache: Path, ns: Namespace, tmp_path: Path) -> None:
         """Only those of this directory: another one's of the same namespace may be about to serve."""

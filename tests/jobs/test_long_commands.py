@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from kvsnap.namespace import Namespace
 from kvsnap.refs import remove
 from kvsnap.repository import Repository
 from kvsnap.snapshot_export import export_snapshot
 from kvsnap.storage import LocalStorage
-from kvsnap_jobs.cli import main
 from tests.disk_fakes import make_namespace
+from tests.jobs.command import invoke
 from tests.repository_fakes import check_whole
 from tests.snapshot_fakes import chain, chunks_at, filled_cache, flip, prompt, store
 from tests.storage.fake_s3 import BUCKET, Trouble, fake_s3
@@ -48,18 +47,11 @@ def repo(tmp_path: Path, cache: Path) -> Path:
     return tmp_path / "repo"
 
 
-def run(*args: object) -> Result:
-    result = CliRunner().invoke(main, [str(arg) for arg in args])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 @contextmanager
 def process(*args: object, **env: str) -> Iterator[subprocess.Popen[str]]:
     """The command in a process of its own; killed at the end."""
     paths = os.pathsep.join(str(ROOT / part) for part in ("", "connector", "jobs"))
-    command = [sys.executable, "-c", "from kvsnap_jobs.cli import main; main()", *map(str, args)]
+    command = [sys.executable, "-m", "kvsnap_jobs", *map(str, args)]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -80,8 +72,8 @@ def next_line(child: subprocess.Popen[str]) -> Any:
 
 class TestSync:
     def test_once(self, repo: Path, cache: Path, ns: Namespace, tmp_path: Path) -> None:
-        first = run("sync", f"{repo}@latest", "--cache-dir", tmp_path / "other")
-        again = run("sync", f"{repo}@latest", "--cache-dir", tmp_path / "other", "--json")
+        first = invoke("sync", f"{repo}@latest", "--cache-dir", tmp_path / "other")
+        again = invoke("sync", f"{repo}@latest", "--cache-dir", tmp_path / "other", "--json")
 
         assert (first.exit_code, again.exit_code) == (0, 0)
         assert "7 of 7 chunks" in first.stdout
@@ -100,15 +92,15 @@ class TestSync:
             flip(next(repo.glob("shards/*/*")), -1)
             status = 3
 
-        result = run("sync", f"{url}@{ref}", "--cache-dir", tmp_path / "other")
+        result = invoke("sync", f"{url}@{ref}", "--cache-dir", tmp_path / "other")
 
         assert result.exit_code == status
         assert len(result.stderr.splitlines()) == 1
         assert result.stderr.startswith(f"kvsnap: sync of {ref}: ")
 
     def test_wrong_usage(self, repo: Path, tmp_path: Path) -> None:
-        assert run("sync", repo, "--cache-dir", tmp_path).exit_code == 2
-        assert run("sync", f"{repo}@latest", "--cache-dir", tmp_path, "--interval", "soon").exit_code == 2
+        assert invoke("sync", repo, "--cache-dir", tmp_path).exit_code == 2
+        assert invoke("sync", f"{repo}@latest", "--cache-dir", tmp_path, "--interval", "soon").exit_code == 2
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_follow_until_a_signal(
@@ -193,7 +185,7 @@ class TestExportEvery:
         other = make_namespace(tag="other")
         store(cache, other, chain(other, prompt(1, 64)))
 
-        assert run("export", "--cache-dir", cache, "--to", repo, "--every", "1h").exit_code == 2
+        assert invoke("export", "--cache-dir", cache, "--to", repo, "--every", "1h").exit_code == 2
 
 
 @pytest.mark.parametrize("every", [(), ("--every", "1h")], ids=["once", "every"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvsnap.repository import Repository
+from kvsnap.snapshot_export import ExportReport, export_snapshot
+from kvsnap.storage import Capabilities, LocalStorage
+from kvsnap.trust import TrustedKeys
 from kvsnap_jobs import warmup_cmd
 from kvsnap_jobs.cli import main
 from tests.snapshot_fakes import filled_cache
+from tests.waiting import wait_for
 from tests.warmup.fake_server import FakeServer, running
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -88,6 +93,21 @@ def test_budget_fails_open(fake: FakeServer, prompts: Path, ready: Path) -> None
     assert result.stdout.startswith("cold:")
     assert "NOT WARM: the budget ran out; 0 of 4 prompts are warm; ready cold" in result.stderr
     assert json.loads(ready.read_text())["state"] == "cold"
+
+
+def test_budget_fails_open_where_no_server_comes_up(prompts: Path, ready: Path) -> None:
+    """As any other end of the budget: said loudly, and not the replica's end."""
+    with running(FakeServer()) as gone:
+        pass
+    common = [prompts, "--url", gone.url, "--wait", "10m", "--budget", "200ms", "--ready-file", ready]
+
+    result = run(*common)
+
+    assert f"warning: the budget ran out: {gone.url}/v1/models gave no answer: Connection refused" in result.stderr
+    assert "NOT WARM: the budget ran out; 0 of 4 prompts are warm; ready cold" in result.stderr
+    assert json.loads(ready.read_text())["state"] == "cold"
+    run(*common, "--require-warm", status=3)
+    assert not ready.exists()
 
 
 def test_require_warm_fails_closed(fake: FakeServer, prompts: Path, ready: Path) -> None:
@@ -173,6 +193,8 @@ def test_shard_of_an_indexed_job(fake: FakeServer, prompts: Path) -> None:
         (["--url", "http://x", "--budget", "soon"], "no duration"),
         (["--url", "http://x", "--export", "repo"], "needs --cache-dir"),
         (["--url", "http://x", "--tag", "prod"], "go with --export"),
+        (["--url", "http://x", "--sign-key", "key.pem"], "go with --export"),
+        (["--url", "http://x", "--single-writer"], "go with --export"),
         (["--url", "http://x", "--ready-file", "/no/such/folder/ready"], "doesn't exist"),
     ],
 )
@@ -208,6 +230,69 @@ def test_exports_nothing_when_cold(fake: FakeServer, prompts: Path, tmp_path: Pa
     assert not (tmp_path / "repo").exists()
 
 
+def test_ready_does_not_wait_for_the_export(
+    fake: FakeServer, prompts: Path, tmp_path: Path, ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is warm: traffic may come while its cache is published."""
+    filled_cache(tmp_path / "cache")
+    seen = []
+
+    def export(*args: Any, **options: Any) -> ExportReport:
+        seen.append(json.loads(ready.read_text())["state"])
+        return export_snapshot(*args, **options)
+
+    monkeypatch.setattr(warmup_cmd, "export_snapshot", export)
+    common = [prompts, "--url", fake.url, "--cache-dir", tmp_path / "cache", "--ready-file", ready]
+
+    report = run_json(*common, "--export", tmp_path / "repo")
+
+    assert seen == ["warm"]
+    assert json.loads(ready.read_text())["snapshot"] == report["snapshot"]
+    assert report["snapshot"] is not None
+
+
+def test_export_signs(fake: FakeServer, prompts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    from tests.test_signing import new_key
+
+    filled_cache(tmp_path / "cache")
+    common = [prompts, "--url", fake.url, "--cache-dir", tmp_path / "cache", "--export", tmp_path / "repo"]
+    wrong = run(*common, "--sign-key", tmp_path / "none.pem", status=1)
+    key = new_key(tmp_path / "key.pem")
+
+    report = run_json(*common, "--sign-key", tmp_path / "key.pem")
+
+    assert "none.pem" in wrong.stderr
+    assert report["num_warmed"] == 4, "nothing was computed before the key was read"
+    trusted = TrustedKeys(names={key.public: "me"}, source="the test")
+    Repository.open(str(tmp_path / "repo")).manifest(report["snapshot"], trusted=trusted)  # else an UntrustedError
+
+
+def test_export_to_a_store_that_ignores_conditions(
+    fake: FakeServer, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poor = Capabilities(conditional_create=False, conditional_replace=False, ranges=True, checksums=False)
+    monkeypatch.setattr(LocalStorage, "capabilities", lambda storage: poor)
+    filled_cache(tmp_path / "cache")
+    common = [prompts, "--url", fake.url, "--cache-dir", tmp_path / "cache", "--export", tmp_path / "repo"]
+
+    assert "--single-writer" in run(*common, status=1).stderr
+    assert run_json(*common, "--single-writer")["snapshot"] is not None
+
+
+def test_a_worker_without_prompts_says_whose_part_would_be_merged(fake: FakeServer, tmp_path: Path) -> None:
+    """Its ref may still name what an earlier deploy exported."""
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "-" * 40}))
+    filled_cache(tmp_path / "cache")
+    common = [tmp_path / "p.jsonl", "--url", fake.url, "--cache-dir", tmp_path / "cache", "--shard", "1/2"]
+
+    result = run(*common, "--export", tmp_path / "repo", "--tag", "part-1")
+
+    assert "NOTHING EXPORTED" in result.stderr
+    assert "ref part-1 stays: if an earlier deploy made it, `kvsnap merge` would take that older part" in result.stderr
+    assert not (tmp_path / "repo").exists()
+
+
 def test_failed_export_is_said(fake: FakeServer, prompts: Path, tmp_path: Path, ready: Path) -> None:
     """The server is warm all the same."""
     common = [prompts, "--url", fake.url, "--cache-dir", tmp_path / "none", "--ready-file", ready]
@@ -234,14 +319,20 @@ def test_bar_is_for_terminals_and_long_work(
     assert "compute [#######" in capsys.readouterr().err
 
 
+def command(*args: object, before: str = "") -> list[str]:
+    """`kvsnap warmup` as a process of its own."""
+    return [sys.executable, "-c", f"{before}from kvsnap_jobs.cli import main; main()", "warmup", *map(str, args)]
+
+
+def environment() -> dict[str, str]:
+    paths = (str(REPOSITORY / part) for part in ("", "connector", "jobs"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def test_killed_leaves_no_ready_file(fake: FakeServer, prompts: Path, ready: Path) -> None:
     """D22: SIGTERM in the middle of the work; nothing half is left, and the next run does it."""
     fake.hangs_after = 2
-    paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "connector", "jobs"))
-    command = [sys.executable, "-c", "from kvsnap_jobs.cli import main; main()", "warmup", str(prompts)]
-    process = subprocess.Popen(
-        [*command, "--url", fake.url, "--ready-file", str(ready)], env={**os.environ, "PYTHONPATH": paths}
-    )
+    process = subprocess.Popen(command(prompts, "--url", fake.url, "--ready-file", ready), env=environment())
     while len(fake.sent) < 2:
         assert process.poll() is None
         fake.release.wait(0.01)
@@ -253,3 +344,46 @@ def test_killed_leaves_no_ready_file(fake: FakeServer, prompts: Path, ready: Pat
     fake.hangs_after = None
     run(prompts, "--url", fake.url, "--ready-file", ready)
     assert ready.exists()
+
+
+@pytest.mark.parametrize("behaviour", ["loads", "hangs at work"])
+def test_killed_takes_its_engine_along(prompts: Path, tmp_path: Path, behaviour: str) -> None:
+    """D22: also one that still loads, and would see the end of its input only after that."""
+    log = tmp_path / "engine.log"
+    log.touch()
+    before = "from kvsnap.warmup import offline; offline.CHILD = 'tests.warmup.fake_child'; "
+    options = ["--model", "m", "--engine-log", log, "--", f"fake:{behaviour}", "--kv-transfer-config", "{}"]
+    process = subprocess.Popen(command(prompts, *options, before=before), env=environment())
+    try:
+        wait_for(lambda: log.read_text().endswith("\n"))
+        engine = Path("/proc") / log.read_text().split()[0]
+        assert engine.exists()
+
+        process.send_signal(signal.SIGTERM)
+
+        assert process.wait(timeout=30) == -signal.SIGTERM
+        assert not engine.exists()
+    finally:
+        process.kill()
+
+
+def test_sigterm_ends_the_first_process_of_a_container(fake: FakeServer, prompts: Path, ready: Path) -> None:
+    """The kernel spares it every signal that it doesn't handle: the pod would be waited for until it is killed."""
+    container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*container, "true"], check=False).returncode:
+        pytest.skip("needs namespaces of users and processes")
+    fake.hangs_after = 1
+    args = command(prompts, "--url", fake.url, "--ready-file", ready)
+    with subprocess.Popen([*container, *args], env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for(lambda: bool(fake.sent))
+            first = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+
+            os.kill(first, signal.SIGTERM)
+
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "ended by SIGTERM" in errors
+    assert not ready.exists()

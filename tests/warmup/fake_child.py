@@ -6,6 +6,7 @@ Its first argument that starts with `fake:` says how it behaves.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -22,6 +23,9 @@ def main() -> None:
     if behaviour == "refuses":
         send(id=0, refused="no such flag")
         sys.exit(1)
+    if behaviour == "loads":  # as an engine does: its input isn't read before it is up
+        print(os.getpid(), file=sys.stderr, flush=True)
+        time.sleep(600)
     if behaviour == "never ready":
         sys.stdin.read()
         return
@@ -47,6 +51,9 @@ def main() -> None:
                 fake.template = lambda text, year=year: f"It is the year {year}. {text}"  # type: ignore[misc]
             reply(number, 200, json.dumps({"tokens": fake.render(path, body)}))
         elif path.startswith("/v1/"):
+            if behaviour == "hangs at work":
+                print(os.getpid(), file=sys.stderr, flush=True)
+                continue
             if behaviour == "dies at work":
                 sys.exit(9)
             threading.Thread(target=generate, args=(fake, number, path, body), daemon=True).start()

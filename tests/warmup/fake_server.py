@@ -14,6 +14,8 @@ from typing import Any
 
 BLOCK = 16
 GENERATE = ("/v1/completions", "/v1/chat/completions")
+BEYOND_TOKENIZE = ("documents", "reasoning_effort", "response_format", "tool_choice")
+"""What a chat template may write that /tokenize has no fields for."""
 
 
 @dataclass
@@ -65,6 +67,7 @@ class FakeServer:
         tools = json.dumps(body["tools"]) if body.get("tools") else ""
         text = tools + "".join(f"<{m['role']}>{m['content']}\n" for m in body["messages"])
         text += "<assistant>" if body.get("add_generation_prompt", True) else ""
+        text = "".join(f"{name}={body[name]}" for name in BEYOND_TOKENIZE if name in body) + text
         return [ord(char) for char in self.template(text)]
 
     def metrics(self) -> str:

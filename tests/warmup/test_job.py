@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
+from kvsnap.engines import FLUSH_TIMEOUT_S
 from kvsnap.errors import ConfigError
 from kvsnap.warmup import server as server_module
-from kvsnap.warmup.job import Options, Warmup
+from kvsnap.warmup.job import LEAST_FLUSH_S, Options, Warmup
 from kvsnap.warmup.prompts import CHAT, COMPLETIONS, Prompt
 from kvsnap.warmup.report import WarmupPlan, WarmupReport
 from kvsnap.warmup.server import Server
@@ -104,6 +106,36 @@ def test_equal_and_short_prompts_are_not_sent(fake: FakeServer) -> None:
     assert (report.num_prompts, report.num_duplicates, report.num_short, report.num_warmed) == (2, 1, 1, 1)
     assert len(fake.sent) == 2
     assert "shorter than one block" in report.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("documents", [[{"text": "Of returns"}], [{"text": "Of refunds"}]]),
+        ("reasoning_effort", ["low", "high"]),
+        ("response_format", [{"type": "json_object"}, {"type": "text"}]),
+        ("tool_choice", ["none", "auto"]),
+    ],
+)
+def test_what_tokenize_can_not_tell_apart_is_sent(fake: FakeServer, name: str, values: list[Any]) -> None:
+    """vLLM renders these fields, but its /tokenize doesn't have them."""
+    prompts = [chat(i, "why", **{name: value}) for i, value in enumerate(values)]
+
+    report = run(fake, [*prompts, chat(2, "why"), chat(3, "why")])
+
+    assert (report.state, report.num_prompts, report.num_duplicates, report.num_warmed) == ("warm", 3, 1, 3)
+    sent = {str(body.get(name)) for body in fake.bodies}
+    assert sent == {str(value) for value in [*values, None]}
+
+
+def test_short_but_for_its_documents_is_sent(fake: FakeServer) -> None:
+    body = {"messages": [{"role": "user", "content": "?"}], "add_generation_prompt": False}
+    long = Prompt(source="p.jsonl:1", url=CHAT, body={**body, "documents": [{"text": "Of returns " * 9}]})
+    short = Prompt(source="p.jsonl:2", url=CHAT, body=body)
+
+    report = run(fake, [long, short])
+
+    assert (report.num_warmed, report.num_short) == (1, 1)
 
 
 def test_common_start_is_computed_once(fake: FakeServer) -> None:
@@ -289,6 +321,63 @@ def test_budget_ends_a_server_that_accepts_and_says_nothing(fake: FakeServer) ->
     report = run(fake, texts(1), budget_s=0.1)
 
     assert (report.state, report.num_left) == ("cold", 1)
+
+
+class Refusing:
+    """A transport whose server isn't up, and that takes its time to find that out."""
+
+    name = "http://server"
+
+    def lines(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float
+    ) -> AbstractContextManager[tuple[int, Iterator[bytes]]]:
+        time.sleep(0.05)
+        raise RequestError("http://server gave no answer: Connection refused")
+
+    def hang_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("budget_s", [0.01, 0.07])
+def test_budget_ends_the_wait_for_a_server_that_is_not_up(budget_s: float) -> None:
+    """As any other end of the budget: the job fails open, and says what it waited for."""
+    options = Options(wait_s=60.0, budget_s=budget_s)
+
+    report = Warmup(Server(Refusing(), timeout_s=10.0), texts(2), options, now=NOW).run()
+
+    assert (report.state, report.is_budget_spent, report.num_left, report.num_failed) == ("cold", True, 2, 0)
+    assert report.warnings == ("the budget ran out: http://server gave no answer: Connection refused",)
+
+
+def test_server_that_is_not_up_when_the_wait_is_over_is_an_error() -> None:
+    options = Options(wait_s=0.01, budget_s=60.0)
+
+    with pytest.raises(RequestError, match="Connection refused"):
+        Warmup(Server(Refusing(), timeout_s=10.0), texts(2), options, now=NOW).run()
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "least_s", "most_s"),
+    [(None, FLUSH_TIMEOUT_S, FLUSH_TIMEOUT_S), (60.0, 50.0, 60.0), (0.3, LEAST_FLUSH_S, LEAST_FLUSH_S)],
+)
+def test_flush_has_what_is_left_of_the_budget(
+    fake: FakeServer, budget_s: float | None, least_s: float, most_s: float
+) -> None:
+    """But time enough for what was computed within it."""
+    if budget_s == 0.3:
+        fake.hangs_after = 1
+    given: list[float] = []
+
+    def flush(timeout_s: float) -> list[str]:
+        given.append(timeout_s)
+        return []
+
+    run(fake, texts(1), budget_s=budget_s, flush=flush)
+
+    assert least_s <= given[0] <= most_s
 
 
 def test_budget_keeps_what_is_proved(fake: FakeServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -85,6 +86,21 @@ def test_budget_bounds_the_start(child: list[OfflineTransport]) -> None:
 
     assert (report.state, report.num_left) == ("cold", 2)
     assert time.monotonic() - started < 5
+
+
+def test_budget_ends_an_engine_that_still_loads(child: list[OfflineTransport]) -> None:
+    """It has nothing to lose, and would take the end of its input for minutes of loading."""
+    transport = OfflineTransport(["fake:loads"])
+    with pytest.raises(RequestError, match=r"wasn't ready within 0\.2 s"):
+        transport.start(timeout_s=0.2)
+    started = time.monotonic()
+
+    assert transport.flush(60.0) == []
+    transport.close()
+
+    assert time.monotonic() - started < 10
+    assert transport._process is not None
+    assert transport._process.returncode == -signal.SIGKILL
 
 
 def test_end_of_input_ends_the_child(child: list[OfflineTransport]) -> None:

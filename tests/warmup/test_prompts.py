@@ -63,6 +63,15 @@ def test_openai_batch_lines(tmp_path: Path) -> None:
     assert dict(found.body) == {"messages": MESSAGES, "chat_template_kwargs": {"thinking": False}}
 
 
+def test_what_a_template_may_write_goes_along(tmp_path: Path) -> None:
+    """vLLM hands the response format and the documents to the renderer; Kimi K3's writes the former into the prompt."""
+    fields = {"documents": [{"text": "x"}], "response_format": {"type": "json_object"}, "tool_choice": "required"}
+
+    (found,) = read(tmp_path, {"messages": MESSAGES, "cache_salt": "s", "tools": TOOLS, **fields})
+
+    assert found.beyond_tokenize == fields
+
+
 def test_text_file_is_one_prompt(tmp_path: Path) -> None:
     (plain,) = read(tmp_path, "first line", "", '{"third": "line"}', name="system.txt")
     (chat,) = read(tmp_path, "first line", name="system.txt", text_as="system")
