@@ -2,13 +2,13 @@
 # where there is no NVIDIA GPU), kvsnap itself, and the small models in the user's cache folder.
 #
 #   make demo         time to first token: cold, after a restart, on a new replica that imported a snapshot
-#   make example-X    examples/X: predeploy_warmup, restart_recovery, cross_replica
+#   make example-X    examples/X: predeploy_warmup, restart_recovery, cross_replica, s3_snapshot
 #   make test         all checks and tests, cheap ones first
 #   make test-unit    the tests that start no engine
 #   make test-engine  those that do
 #   make lint         ruff and mypy
 #   make bench        every measurement with its target, as JSON lines
-#   make gpu          on a GPU: the copier's tests and its speed (without one: only the reason)
+#   make gpu          on a GPU: the copier's tests and its speed (without one it says so and fails)
 #   make soak         twenty kills of an engine under load
 
 PYTHON ?= python3

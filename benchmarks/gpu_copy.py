@@ -141,7 +141,7 @@ class Play:
         ops = chunk_ops(self.cache, count, self.rng)
         torch.cuda.synchronize()
         started = time.perf_counter()
-        self.half.load(StepPlan(seq=self.seq, epoch=1, acked=self.seq, async_loads={"r": ops}))
+        self.half.load(StepPlan(seq=self.seq, acked=self.seq, async_loads={"r": ops}))
         while not self.half.take_received():
             pass
         return time.perf_counter() - started
@@ -158,7 +158,7 @@ class Play:
         torch.cuda.synchronize()
         torch.cuda._sleep(4_000_000 + 1_000_000 * count)
         before.record()
-        self.half.store(StepPlan(seq=self.seq, epoch=1, acked=self.seq, stores=ops))
+        self.half.store(StepPlan(seq=self.seq, acked=self.seq, stores=ops))
         after.record()
         before.synchronize()
         started = time.perf_counter()

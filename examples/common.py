@@ -19,7 +19,7 @@ from typing import Any
 from examples.demo.run import MAX_TOKENS, NOT_STORED, QUESTIONS, Row, measure, note, warm_kernels
 from tools.build_model import SMOLLM2, cache_folder, ensure
 from tools.prompts import Prompts
-from tools.serving import SHM, Server, engine_environment
+from tools.serving import SHM, Server, engine_environment, kvsnap_command
 
 __all__ = [
     "MAX_TOKENS",
@@ -79,7 +79,7 @@ def options(folder: Path, shm: Path, name: str, **more: Any) -> dict[str, Any]:
 def start_command(*arguments: str | Path, runtime_dir: Path) -> subprocess.Popen[str]:
     """Start a command of kvsnap that goes on, such as `sync --follow`; its stdout is a pipe."""
     return subprocess.Popen(
-        _command_line(arguments), env=engine_environment(runtime_dir), stdout=subprocess.PIPE, text=True
+        kvsnap_command(*arguments), env=engine_environment(runtime_dir), stdout=subprocess.PIPE, text=True
     )
 
 
@@ -91,7 +91,7 @@ def command(*arguments: str | Path, runtime_dir: Path) -> str:
     """
     note(f"$ kvsnap {' '.join(map(str, arguments))}")
     done = subprocess.run(
-        _command_line(arguments),
+        kvsnap_command(*arguments),
         env=engine_environment(runtime_dir),
         stdout=subprocess.PIPE,
         text=True,
@@ -106,10 +106,6 @@ def command(*arguments: str | Path, runtime_dir: Path) -> str:
 def json_of(*arguments: str | Path, runtime_dir: Path) -> Any:
     """Run a command of kvsnap with --json; the object that it printed."""
     return json.loads(command(*arguments, "--json", runtime_dir=runtime_dir))
-
-
-def _command_line(arguments: Sequence[str | Path]) -> list[str]:
-    return [sys.executable, "-c", "from kvsnap_jobs.cli import main; main()", *map(str, arguments)]
 
 
 def first_ask(state: str, server: Server, prompt: list[int]) -> Row:

@@ -42,7 +42,7 @@ _BACKGROUND_NICE = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """How the tiers are run; see design section 9 for the operator's names."""
+    """How the tiers are run; `kvsnap.config.Config` has the operator's names."""
 
     persist: str = "auto"
     """`auto`, `hot`, `all` or `none`: which chunks reach the disk, and when."""

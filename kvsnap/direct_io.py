@@ -19,7 +19,7 @@ from pathlib import Path
 from kvsnap.errors import CorruptChunkError, StorageError
 
 ALIGN = 4096
-"""Alignment of addresses, offsets and lengths, in bytes."""
+"""Of addresses, offsets and lengths under O_DIRECT, in bytes. Slices and chunks start and end at multiples of it."""
 MAX_VECTORS = 1024
 """Most buffers that one preadv/pwritev takes (IOV_MAX)."""
 BATCH_BYTES = 8 << 20
@@ -221,9 +221,10 @@ class FileReader:
 
 
 def supports_direct(directory: Path) -> bool:
-    """Whether O_DIRECT works in `directory`, found by writing two pages and reading them back (C11).
+    """Whether O_DIRECT works in `directory`, found by writing two pages and reading them back: some file systems take
+    the flag and lose or garble the bytes.
 
-    False on a full disk too (B07).
+    False on a full disk too, where it can't be told.
 
     Raises:
         StorageError: not even buffered I/O gives the bytes back.

@@ -5,7 +5,6 @@ KvsnapError
 ├── IncompatibleError   refuse: made by another model, layout or format version
 │   └── UntrustedError  refuse: nobody who is trusted has signed it
 ├── NotFoundError       check the name (also a KeyError)
-├── TierFullError       evict or skip: nothing was stored
 ├── StorageError        retry: the disk or the object store failed
 └── ConfigError         fix the configuration or the input (also a ValueError)
 """
@@ -40,10 +39,6 @@ class NotFoundError(KvsnapError, KeyError):
     def __str__(self) -> str:
         # KeyError prints the repr of its argument; people should read the message.
         return str(self.args[0]) if self.args else ""
-
-
-class TierFullError(KvsnapError):
-    """No room, and nothing could be evicted. Nothing was stored."""
 
 
 class StorageError(KvsnapError):

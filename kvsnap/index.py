@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 ABSENT, FILLING, UNCHECKED, READING, READY = range(5)
 
 _NEIGHBOURS = 4
+"""Chunks looked at on either side of where a prompt would stand. The nearest share most with it; of others that
+share as much one may be READY, or good, where those are not."""
 
 
 class Chunk:
-    """One chunk and where it is. About 700 bytes with its keys at 16 blocks."""
+    """One chunk and where it is: 825 bytes in all with the keys of 16 blocks (docs/performance.md)."""
 
     __slots__ = (
         "above",
@@ -68,20 +70,30 @@ class Chunk:
         self.scope = scope
         self.block_keys = block_keys
         self.slot = -1
+        """In the DRAM tier; -1 for none."""
         self.generation = 0
+        """Of the slot, when this chunk got it."""
         self.state = ABSENT
+        """In the DRAM tier: one of the five above."""
         self.dram_xxh3 = b""
+        """Of the bytes in the slot; empty until computed."""
         self.shard: str | None = None
         """Id of the shard that holds it, or None."""
         self.offset = 0
+        """Where its range starts in the shard, in bytes."""
         self.shard_xxh3 = b""
+        """Of its range in the shard, as the shard's header says."""
         self.hits = 0
+        """Uses by requests after the one that stored it."""
         self.last_use = 0.0
+        """Unix time in seconds, of the last use or of its coming here."""
         self.dram_children = 0
         """Children that hold a slot: such a chunk is no leaf of the DRAM tier."""
         self.first_child: Chunk | None = None
+        """The child that came last; the others follow by `after`."""
         self.before: Chunk | None = None
         self.after: Chunk | None = None
+        """Siblings: the parent's children are a doubly linked list."""
         self.shields = 0
         """Above zero while slots are taken for its relatives: not to be evicted for them."""
         self.covered_by: Chunk | None = None

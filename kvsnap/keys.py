@@ -60,7 +60,13 @@ def token_bytes(ids: Sequence[int]) -> bytes:
     Raises:
         ConfigError: an id is negative, above 2^32-1 or not an integer.
     """
-    return _token_array(ids).tobytes()
+    try:
+        tokens = array(_U32_CODE, ids)
+    except (OverflowError, TypeError) as error:
+        raise ConfigError(f"token ids must be integers within 0 … 2^32-1: {error}") from None
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()
 
 
 def root_key(
@@ -185,16 +191,6 @@ class KeyChain:
         start = i * self._chunk_tokens
         mm = mm_bytes(self._mm, start, tokens) if self._mm else b""
         return chunk_key(self.parent_of(i), self.ids_of(start, start + tokens), mm)
-
-
-def _token_array(ids: Sequence[int]) -> array[int]:
-    try:
-        tokens = array(_U32_CODE, ids)
-    except (OverflowError, TypeError) as error:
-        raise ConfigError(f"token ids must be integers within 0 … 2^32-1: {error}") from None
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens
 
 
 def _count(ids: bytes) -> bytes:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NewType, TypeVar
 
 from kvsnap.canonical import canonical_json, normalise, sha256_hex
+from kvsnap.direct_io import padded
 from kvsnap.errors import ConfigError, IncompatibleError
 from kvsnap.fields import check_keys, get_int, get_ints, get_list, get_mapping, get_str
 
@@ -20,9 +21,6 @@ LayoutHash = NewType("LayoutHash", str)
 """64 lower-case hex digits."""
 
 _T = TypeVar("_T")
-
-ALIGNMENT = 4096
-"""Slices start and end at multiples of it, in the DRAM tier as on disk: O_DIRECT's unit."""
 
 DTYPE_BYTES: Mapping[str, int] = {
     "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1,
@@ -179,7 +177,7 @@ class Geometry:
 
     def padded(self, i: int, blocks: int) -> int:
         """Bytes of slice i with `blocks` blocks, rounded up to 4096."""
-        return -(-self.slice_bytes(i, blocks) // ALIGNMENT) * ALIGNMENT
+        return padded(self.slice_bytes(i, blocks))
 
     def slice_stride(self, i: int) -> int:
         """Bytes of slice i in a slot of the DRAM tier: those of a full chunk, padded."""

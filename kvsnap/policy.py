@@ -40,11 +40,11 @@ class Rates:
     prefill_tokens_per_s: float = 0.0
 
     def saw_read(self, nbytes: int, seconds: float) -> None:
-        """One promotion of `nbytes` took `seconds`, queueing included."""
+        """`nbytes` came from disk in `seconds`, those of reads beside it included; the wait for a thread isn't."""
         self.disk_bytes_per_s = _blend(self.disk_bytes_per_s, nbytes / max(seconds, 1e-6))
 
     def saw_fetch(self, nbytes: int, seconds: float) -> None:
-        """One chunk of `nbytes` was fetched from a snapshot in `seconds`."""
+        """The same of what was fetched from a snapshot."""
         self.fetch_bytes_per_s = _blend(self.fetch_bytes_per_s, nbytes / max(seconds, 1e-6))
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:

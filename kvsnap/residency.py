@@ -54,11 +54,6 @@ class Residency:
         """Slots that hold nothing."""
         return len(self._free)
 
-    @property
-    def num_used(self) -> int:
-        """Slots that hold a chunk, complete or not."""
-        return sum(owner is not None for owner in self._owner)
-
     def owner(self, slot: int) -> Chunk | None:
         """The chunk in the slot."""
         return self._owner[slot]

@@ -198,7 +198,7 @@ def header_length(start: bytes | bytearray, file_bytes: int) -> int:
     return 8 + length
 
 
-def decode_header(head: bytes, file_bytes: int, expect: Namespace | None) -> ShardHeader:
+def decode_header(head: bytes | bytearray, file_bytes: int, expect: Namespace | None) -> ShardHeader:
     """Check a header, given the first `header_length` bytes of a file of `file_bytes`; the data is not looked at.
 
     With `expect`, the shard must be of this namespace and its tensors exactly as the layout says; without, they must
@@ -216,7 +216,7 @@ def decode_header(head: bytes, file_bytes: int, expect: Namespace | None) -> Sha
         raise CorruptChunkError(f"its header is not valid JSON: {error}") from None
 
 
-def _parse(head: bytes, file_bytes: int, expect: Namespace | None) -> ShardHeader:
+def _parse(head: bytes | bytearray, file_bytes: int, expect: Namespace | None) -> ShardHeader:
     text = head[8:].rstrip(b" ").decode("ascii")
     escaped, rest = _split(text)
     meta = parse_metadata(escaped, None if expect is None else expect.hashed_fields())

@@ -13,7 +13,6 @@ from kvsnap.residency import Residency
 from kvsnap.shard import ChunkEntry
 from kvsnap.tiers.disk import Shard
 
-
 _UNUSED = (0, 0.0)
 
 

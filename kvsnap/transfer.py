@@ -130,7 +130,7 @@ def pieces(
     else:
         with (
             _buffers() as buffers,
-            ThreadPoolExecutor(1, "kvsnap-read", initializer=widen_affinity) as reading,
+            ThreadPoolExecutor(1, "kvsnap-piece", initializer=widen_affinity) as reading,
             ThreadPoolExecutor(1, "kvsnap-hash", initializer=widen_affinity) as hashing,
         ):
             yield from _hashed_pieces(reader, limit, hash_with, buffers, reading, hashing)

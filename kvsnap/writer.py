@@ -1,6 +1,6 @@
 """The background thread: takes note of finished copies, computes checksums, writes shards.
 
-Which chunks reach the disk, and when, is the `persist` rule (design section 4.5): a
+Which chunks reach the disk, and when, is the `persist` rule: a
 chunk is wanted on disk when it was hit, when it is among the next to be evicted, or at
 a flush. Wanted chunks wait in DRAM until a shard is full or old enough; the queue holds
 no bytes of its own, so it can't outgrow the tier. When the disk fails or is full,

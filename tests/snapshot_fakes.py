@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from kvsnap.keys import KeyChain, block_keys, root_key
 from kvsnap.namespace import Namespace
@@ -79,6 +83,21 @@ def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 0x40
     path.write_bytes(data)
+
+
+def break_reads(monkeypatch: pytest.MonkeyPatch, path: Path, *, good_passes: int = 0) -> None:
+    """Have the disk fail under a file, but for its header, after it was read so many times."""
+    real, passes = os.preadv, 0
+
+    def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        nonlocal passes
+        if not flags and os.readlink(f"/proc/self/fd/{fd}") == str(path):
+            passes += offset == 0
+            if passes > good_passes:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
 
 
 def garble(path: Path) -> None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsnap.canonical import canonical_json
+from kvsnap.direct_io import ALIGN
 from kvsnap.errors import ConfigError, IncompatibleError
-from kvsnap.layout import ALIGNMENT, Geometry, Layout, SliceLayout
+from kvsnap.layout import Geometry, Layout, SliceLayout
 
 NHD = {"backend": "CPU_ATTN", "isa": "vec", "order": "NHD"}
 SLICE = SliceLayout(num_layers=2, kv_heads=3, ranks=(0,))
@@ -154,8 +155,8 @@ def test_padding_is_the_least_multiple(page: int, layers: int, blocks: int) -> N
 
     padding = geometry.padded(0, blocks) - geometry.slice_bytes(0, blocks)
 
-    assert 0 <= padding < ALIGNMENT
-    assert geometry.padded(0, blocks) % ALIGNMENT == 0
+    assert 0 <= padding < ALIGN
+    assert geometry.padded(0, blocks) % ALIGN == 0
 
 
 @pytest.mark.parametrize("tokens", [0, 8, 17, -16])

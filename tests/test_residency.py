@@ -200,9 +200,9 @@ class Machine(RuleBasedStateMachine):
     def slots_add_up(self) -> None:
         """Invariant 7: free, used, and held only by an operation: each slot is one of them."""
         owners = {c.slot: c for c in self.in_dram()}
-        assert len(owners) == len(self.in_dram()) == self.residency.num_used
+        assert len(owners) == len(self.in_dram())
         held = [s for s in range(self.residency.num_slots) if s not in owners and self.ops(s)]
-        assert self.residency.num_free + self.residency.num_used + len(held) == self.residency.num_slots
+        assert self.residency.num_free + len(owners) + len(held) == self.residency.num_slots
         for slot in range(self.residency.num_slots):
             assert self.residency.owner(slot) is owners.get(slot)
             assert self.residency.has_ops(slot) == (self.ops(slot) > 0)

@@ -260,11 +260,17 @@ def dram_files(dram_dir: Path = SHM) -> list[Path]:
     return sorted(dram_dir.glob(f"kvsnap-{os.getuid()}-*"))
 
 
+def kvsnap_command(*arguments: str | Path) -> list[str]:
+    """The command line of `kvsnap …`; run it with an environment of this tree."""
+    return [sys.executable, "-m", "kvsnap_jobs", *map(str, arguments)]
+
+
 def kvsnap(*arguments: str | Path, runtime_dir: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command line tool from this tree; never raises for its exit status."""
-    command = [sys.executable, "-c", "from kvsnap_jobs.cli import main; main()", *map(str, arguments)]
     environment = tree_environment(runtime_dir)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        kvsnap_command(*arguments), env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 def kvsnap_json(*arguments: str | Path, runtime_dir: Path | None = None) -> Any:

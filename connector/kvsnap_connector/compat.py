@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvsnap.layout import Layout, SliceLayout
-from kvsnap_connector.copier import PageViews
-from kvsnap_connector.pages import PagePlaces, byte_views, check_places, page_shape, place_layers
+from kvsnap_connector.pages import PagePlaces, check_places, page_shape, place_layers
 from kvsnap_connector.rendezvous import RankGeometry
 from kvsnap_connector.unsupported import Unsupported as Unsupported
 
@@ -188,18 +187,6 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe_rank(
-    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
-) -> tuple[RankGeometry, PageViews]:
-    """This worker's geometry and the byte views of its pages, where device memory is host memory.
-
-    Raises:
-        Unsupported: see `locate_rank`.
-    """
-    geometry, places = locate_rank(vllm_config, kv_cache_config, kv_caches)
-    return geometry, byte_views(kv_caches[geometry.layers[0]], places)
-
-
 def locate_rank(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> tuple[RankGeometry, PagePlaces]:
@@ -246,7 +233,6 @@ def locate_rank(
         layers=tuple(names),
         kv_heads=int(first.shape[1]),
         block_tokens=int(spec.block_size),
-        num_blocks=places.num_blocks,
         page_shape=shape,
         page_bytes=places.page_bytes,
         dtype=SAFETENSORS_DTYPES[dtype],

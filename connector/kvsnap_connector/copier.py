@@ -15,10 +15,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsnap.direct_io import padded
 from kvsnap.errors import KvsnapError
-
-SLICE_ALIGN = 4096
-"""A chunk's slices start and end at multiples of this, for O_DIRECT."""
 
 Bytes = NDArray[np.uint8]
 
@@ -135,11 +133,9 @@ def stack_layers(layers: Sequence[Bytes]) -> Bytes | None:
 
 
 def zero_padding(area: Bytes, nbytes: int) -> None:
-    """Zero what lies between `nbytes` and the next multiple of `SLICE_ALIGN`.
+    """Zero what lies between `nbytes` and where the slice ends, at a multiple of 4096.
 
     A chunk's checksum covers its padding, in DRAM as on disk, so the bytes must be
     the same whatever the slot held before.
     """
-    end = -(-nbytes // SLICE_ALIGN) * SLICE_ALIGN
-    if end > nbytes:
-        area[nbytes:end] = 0
+    area[nbytes : padded(nbytes)] = 0

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-_ARRAY_U32 = next(code for code in "IL" if array(code).itemsize == 4)
+from kvsnap.keys import token_bytes
 
 
 class LiveRequest:
     """A view of one request of the engine; token ids grow as it generates.
 
     Anything about it that isn't understood makes it uncacheable: broken metadata must
-    never fall back to a plain text key (faults A12, A13).
+    never fall back to a plain text key, under which other requests are stored.
     """
 
     __slots__ = ("cacheable", "may_load", "request", "request_id", "salt", "wants_store")
@@ -62,8 +61,8 @@ class LiveRequest:
         if request.cache_salt is not self.salt:
             return "malformed cache_salt"
         try:
-            array(_ARRAY_U32, request.prompt_token_ids)
-        except (TypeError, OverflowError, ValueError):
+            token_bytes(request.prompt_token_ids)
+        except ValueError:  # ConfigError is one
             return "malformed token ids"
         return self._read_params(request.kv_transfer_params)
 

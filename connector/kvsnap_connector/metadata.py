@@ -31,8 +31,6 @@ class StepPlan:
 
     seq: int
     """Number of the plan, from 1; a worker that finished all loads up to `seq` reports it."""
-    epoch: int
-    """The DRAM tier's epoch at planning time."""
     acked: int = 0
     """The scheduler half knew of all failed loads of plans up to this number when it planned. A
     worker stores nothing that may have been computed from blocks that it failed to load."""

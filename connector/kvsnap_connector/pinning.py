@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvsnap.direct_io import ALIGN
+
 PIECE_BYTES = 1 << 30
 PIN_SECONDS = 120.0
 _SLOW_BYTES_PER_SECOND = 1 << 30
-_SLOT_ALIGN = 4096
 _READ_WRITE_PAGES = 23  # MADV_POPULATE_WRITE
 _PREFERRED = 1  # MPOL_PREFERRED
 _MOVE = 2  # MPOL_MF_MOVE
@@ -94,7 +95,7 @@ def pin_region(
     wish = max(1, piece_bytes // slot_bytes)
     while done < num_slots:
         start = address + done * slot_bytes
-        counts = range(wish, wish + max(1, page_bytes // _SLOT_ALIGN))
+        counts = range(wish, wish + max(1, page_bytes // ALIGN))
         ends_page = (count for count in counts if (start + count * slot_bytes) % page_bytes == 0)
         count = next(ends_page, int(max_seconds * _SLOW_BYTES_PER_SECOND) // slot_bytes)
         count = min(count, num_slots - done, (max_bytes - done * slot_bytes) // slot_bytes)

@@ -155,7 +155,6 @@ class Planner:
         self.seq += 1
         plan = StepPlan(
             seq=self.seq,
-            epoch=self.cache.dram.epoch,
             acked=self._acked,
             loads=self._loads,
             async_loads=self._async_loads,

@@ -49,8 +49,6 @@ class RankGeometry:
     """KV heads (or head slots) in a page."""
     block_tokens: int
     """Tokens of an engine block."""
-    num_blocks: int
-    """Blocks of this rank's KV cache."""
     page_shape: tuple[int, ...]
     """Dimensions of a page in memory order, in elements."""
     page_bytes: int

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 
 from kvsnap.cache import CacheOptions, TieredCache
 from kvsnap.config import Config, available_memory, parse_size
@@ -12,6 +10,7 @@ from kvsnap.errors import ConfigError, KvsnapError, StorageError
 from kvsnap.namespace import Namespace
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.tiers.dram import DramTier
+from kvsnap.tiers.quota import filesystem_bytes
 
 log = logging.getLogger(__name__)
 
@@ -76,20 +75,10 @@ def _open_dram(
 
 def _open_disk(namespace: Namespace, config: Config) -> DiskTier | None:
     try:
-        if not config.read_only:
-            config.cache_dir.mkdir(parents=True, exist_ok=True)
-        cap = parse_size(config.disk, of=_filesystem_bytes(config.cache_dir))
+        cap = parse_size(config.disk, of=filesystem_bytes(config.cache_dir))
         return DiskTier(config.cache_dir, namespace, cap_bytes=cap, read_only=config.read_only)
     except ConfigError:
         raise
     except (KvsnapError, OSError) as error:
         log.warning("kvsnap: the disk tier is off: %s", error)
         return None
-
-
-def _filesystem_bytes(directory: Path) -> int:
-    at = directory
-    while not at.exists() and at != at.parent:
-        at = at.parent
-    status = os.statvfs(at)
-    return status.f_blocks * status.f_frsize

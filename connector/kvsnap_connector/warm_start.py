@@ -87,7 +87,8 @@ class WarmStart:
         def work() -> None:
             widen_affinity()
             try:
-                finished.set_result(self._import(url, disk))
+                self._import(url, disk)
+                finished.set_result(None)
             except BaseException as error:
                 finished.set_exception(error)
 
@@ -157,7 +158,7 @@ class WarmStart:
 
 
 class ProgressLines:
-    """A log line every few seconds: how far something is, how fast, and what remains. Called with bytes, and bytes in all."""
+    """Called with bytes and bytes in all, logs every few seconds how far something is, how fast, and what remains."""
 
     def __init__(self, log: logging.Logger, what: str) -> None:
         self._log = log

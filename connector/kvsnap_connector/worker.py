@@ -17,6 +17,7 @@ from typing import Protocol
 from kvsnap.errors import KvsnapError
 from kvsnap.runtime import widen_affinity
 from kvsnap_connector.copier import Bytes, Copier, zero_padding
+from kvsnap_connector.guard import is_strict
 from kvsnap_connector.metadata import CopyOp, StepPlan, WorkerReport
 
 log = logging.getLogger(__name__)
@@ -294,7 +295,7 @@ def succeeds(copy: Callable[[], bool], what: str, op: CopyOp) -> bool:
     try:
         return copy()
     except Exception:
-        if os.environ.get("KVSNAP_STRICT") == "1":
+        if is_strict():
             raise
         log.exception("kvsnap: %s of slot %d, generation %d failed", what, op.slot, op.generation)
         return False

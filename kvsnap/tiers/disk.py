@@ -129,7 +129,7 @@ class DiskTier:
 
     def _prepare(self, cap_bytes: int | None) -> int | None:
         with contextlib.suppress(OSError):
-            self.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.cache_dir.resolve().mkdir(mode=0o700, parents=True, exist_ok=True)
         paths.make_dir(self.cache_dir.resolve())
         with writers.DirectoryLock(self.cache_dir, longest_s=writers.START_SECONDS):
             recorded = quota.read_marker(self.cache_dir)

@@ -32,7 +32,6 @@ from kvsnap.tiers import dram_file as f
 from kvsnap.tiers.dram_lock import Claim, base_name, claim, hold_workers_lock, remove_for_room
 
 log = logging.getLogger(__name__)
-_PREFAULT_PIECE = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +41,6 @@ class TierInfo:
     path: str
     nonce: str
     """Hex; a file that another engine took over meanwhile has another one."""
-    num_slots: int
-    file_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +178,7 @@ class DramTier:
     @property
     def info(self) -> TierInfo:
         """What the workers are told."""
-        return TierInfo(path=self.path, nonce=self.nonce.hex(), num_slots=self.num_slots, file_bytes=self.file_bytes)
+        return TierInfo(path=self.path, nonce=self.nonce.hex())
 
     def views(self, slot: int, tokens: int) -> list[memoryview]:
         """The bytes of a chunk of `tokens` tokens in `slot`: one 4096-aligned view a slice, padding included."""
@@ -266,14 +263,8 @@ class DramTier:
             os.utime(self._held.fd)
 
     def prefault(self, stop: Sequence[bool] = ()) -> None:
-        """Fault the data in, piece by piece; for a background thread. `stop` non-empty ends it."""
-        offset, end = self._map.shape.data_offset, self.file_bytes
-        while offset < end and not stop:
-            size = min(_PREFAULT_PIECE, end - offset)
-            if not f.populate(self._map, offset, size, write=True):
-                return
-            offset += size
-            time.sleep(0)
+        """Fault the data in; for a background thread. `stop` non-empty ends it."""
+        f.prefault(self._map, self._map.shape.data_offset, self.file_bytes, stop)
 
     def close(self) -> None:
         """Give up ownership; the file and its chunks stay for the next engine.
@@ -403,15 +394,9 @@ class DramRegion:
             self._map.loads[self._rank] = seq
 
     def prefault(self, stop: Sequence[bool] = ()) -> None:
-        """Fault this rank's areas in, piece by piece; for a background thread. `stop` non-empty ends it."""
-        offset = self._map.shape.region_offset(self._slice)
-        end = offset + self.stride * self.num_slots
-        while offset < end and not stop:
-            size = min(_PREFAULT_PIECE, end - offset)
-            if not f.populate(self._map, offset, size, write=True):
-                return
-            offset += size
-            time.sleep(0)
+        """Fault this rank's areas in; for a background thread. `stop` non-empty ends it."""
+        start = self._map.shape.region_offset(self._slice)
+        f.prefault(self._map, start, start + self.stride * self.num_slots, stop)
 
     def close(self) -> None:
         """Unmap and let go of the workers' lock; while a view is still out, not before that is gone."""

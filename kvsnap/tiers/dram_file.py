@@ -23,6 +23,7 @@ import ctypes
 import mmap
 import os
 import struct
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,11 +32,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsnap.direct_io import ALIGN
 from kvsnap.errors import CorruptChunkError, KvsnapError
 
 MAGIC = b"KVSDRAM1"
 VERSION = 1
-PAGE = 4096
+PAGE = ALIGN
+"""Header and owner records have one each; slot table and areas start between two."""
 _HEADER = struct.Struct("<8sIIIIII32s")
 _OWNER = struct.Struct("<QQQQ16s")
 _OWNER_COPY = 512
@@ -265,21 +268,24 @@ def record_crc(record: memoryview, shape: DramShape) -> int:
     return zlib.crc32(record[GENERATION : crc_offset(shape)])
 
 
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MADV_POPULATE_WRITE = 23
+_PREFAULT_PIECE = 8 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def populate(mapping: DramMapping, start: int, nbytes: int, *, write: bool) -> bool:
-    """Fault `nbytes` of the mapping in, from a page boundary on.
+def prefault(mapping: DramMapping, start: int, end: int, stop: Sequence[bool]) -> None:
+    """Fault the mapping in from `start` to `end`, both page boundaries, piece by piece; `stop` non-empty ends it.
 
     The first touch of a shared-memory page costs ten times the copy itself, so it is
     paid ahead. ctypes lets go of the interpreter lock, which `mmap.madvise` does not.
-    Returns False where the kernel can't do it (before Linux 5.14).
+    Does nothing where the kernel can't (before Linux 5.14).
     """
-    address = mapping.bytes.ctypes.data + start
-    advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
-    result: int = _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
-    return result == 0
+    for piece in range(start, end, _PREFAULT_PIECE):
+        address = ctypes.c_void_p(mapping.bytes.ctypes.data + piece)
+        size = ctypes.c_size_t(min(_PREFAULT_PIECE, end - piece))
+        if stop or _libc.madvise(address, size, ctypes.c_int(_MADV_POPULATE_WRITE)) != 0:
+            return
+        time.sleep(0)
 
 
 def read_header(fd: int) -> tuple[DramShape, tuple[int, Owner] | None]:

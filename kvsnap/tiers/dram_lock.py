@@ -153,17 +153,6 @@ def list_dram_files(dram_dir: Path) -> list[DramFileInfo]:
     return sorted(_infos(dram_dir), key=lambda info: info.last_use)
 
 
-def remove_ownerless(dram_dir: Path, *, dry_run: bool = False, namespace_id: str | None = None) -> list[DramFileInfo]:
-    """Delete files that neither an engine nor a worker holds; returns what went (or would go)."""
-    gone = []
-    for info in list_dram_files(dram_dir):
-        if info.is_used or (namespace_id and info.namespace_id != namespace_id):
-            continue
-        if dry_run or remove_file(Path(info.path)):
-            gone.append(info)
-    return gone
-
-
 def remove_for_room(dram_dir: Path, missing_bytes: int, own_base: str) -> list[DramFileInfo]:
     """Delete files that nobody holds until `missing_bytes` more are free; returns what went.
 

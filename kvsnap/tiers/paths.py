@@ -1,4 +1,4 @@
-"""Names in a cache directory. What comes from outside is checked before it becomes part of a path (D17)."""
+"""Names in a cache directory. What comes from outside is checked before it becomes part of a path."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def size_and_time(path: Path) -> tuple[int, int]:
     return found.st_blocks * 512, found.st_mtime_ns
 
 
-def make_dir(path: Path, mode: int = 0o777) -> None:
-    """Create `path`, unless it is there; several processes may do so at once (B13).
+def make_dir(path: Path) -> None:
+    """Create `path`, unless it is there; several processes may do so at once.
 
     Raises:
         StorageError: it can't be created, or is there and is no directory.
     """
     try:
-        path.mkdir(mode=mode, exist_ok=True)
+        path.mkdir(exist_ok=True)
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise StorageError(f"{path} is a symbolic link, expected a directory")
     except OSError as error:

@@ -61,12 +61,17 @@ def write_marker(cache_dir: Path, cap_bytes: int | None) -> None:
     write_file(cache_dir / paths.MARKER, canonical_json(marker))
 
 
+def filesystem_bytes(directory: Path) -> int:
+    """Size of the file system that holds `directory`, or will once it is made."""
+    while not directory.exists():
+        directory = directory.parent
+    found = os.statvfs(directory)
+    return found.f_blocks * found.f_frsize
+
+
 def default_cap(cache_dir: Path) -> int:
-    """80 % of the file system that holds `cache_dir`, or will once it is made."""
-    while not cache_dir.exists():
-        cache_dir = cache_dir.parent
-    found = os.statvfs(cache_dir)
-    return int(found.f_blocks * found.f_frsize * DEFAULT_SHARE)
+    """80 % of the file system of `cache_dir`, in bytes."""
+    return int(filesystem_bytes(cache_dir) * DEFAULT_SHARE)
 
 
 class Meter:

@@ -68,7 +68,7 @@ class Room:
             return max(0, self.used_bytes() + nbytes - self.limit_bytes)
 
     def free_disk(self, nbytes: int) -> None:
-        """The disk is full below the cap, as others use it too: free about `nbytes`, once (B07)."""
+        """The disk is full below the cap, as others use it too: free about `nbytes`, once."""
         with self._lock:
             freed = self._empty_quarantine(nbytes) + self._reclaim_foreign(nbytes)
             if freed < nbytes:
@@ -112,7 +112,7 @@ def _allocate(writer: WriterDir, temp: Path, nbytes: int) -> None:
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(temp, flags, 0o644)
-    except FileNotFoundError:  # somebody removed the writer's directory, e.g. where file locks don't work (D09)
+    except FileNotFoundError:  # somebody removed the writer's directory, e.g. where file locks don't work
         writer.create()
         fd = os.open(temp, flags, 0o644)
     try:

@@ -181,7 +181,7 @@ class WriterDir:
 def is_alive(writer: Path) -> bool:
     """Whether the writer of a temporary directory lives: its lock is held, or its process is there.
 
-    The second counts where file locks don't work (D09): better a file that stays until the next start than one that is
+    The second counts where file locks don't work: better a file that stays until the next start than one that is
     taken from under a writer.
     """
     try:
@@ -212,7 +212,7 @@ def writers(namespace_dir: Path) -> list[Path]:
 
 
 def sweep(namespace_dir: Path) -> int:
-    """Remove what dead writers left (D10); returns the real bytes freed. Only while holding the directory lock."""
+    """Remove what dead writers left; returns the real bytes freed. Only while holding the directory lock."""
     return sum(remove_dead(writer) for writer in writers(namespace_dir))
 
 

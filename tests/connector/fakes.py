@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsnap_connector.copier import Bytes, PageViews
+from kvsnap_connector.metadata import CopyOp
 
 
 class FakeRegion:
@@ -55,6 +56,11 @@ def make_pages(num_layers: int, num_blocks: int, page_bytes: int, *, gap: int = 
     rng = np.random.default_rng(0)
     memory = rng.integers(0, 256, size=(num_layers, num_blocks, page_bytes + gap), dtype=np.uint8)
     return memory, PageViews(layers=tuple(memory[layer, :, :page_bytes] for layer in range(num_layers)))
+
+
+def op(slot: int = 0, blocks: Sequence[int] = (3, 5), *, generation: int = 1, first_block: int = 0) -> CopyOp:
+    """A copy of these device blocks, for a request `r`."""
+    return CopyOp(slot=slot, generation=generation, first_block=first_block, block_ids=list(blocks), request_id="r")
 
 
 @dataclass

@@ -13,12 +13,14 @@ import torch
 
 from kvsnap_connector.compat import (
     Unsupported,
-    describe_rank,
     kv_dtype_of,
     kv_scales_of,
     layout_of,
+    locate_rank,
     unsupported_reason,
 )
+from kvsnap_connector.copier import PageViews
+from kvsnap_connector.pages import byte_views
 from kvsnap_connector.rendezvous import RankGeometry
 from tests.connector.fakes import (
     Backend,
@@ -72,6 +74,11 @@ def make_config(**layer_values: Any) -> SimpleNamespace:
     return config
 
 
+def pages_of(cache_config: CacheConfig, caches: dict[str, torch.Tensor]) -> tuple[RankGeometry, PageViews]:
+    geometry, places = locate_rank(make_config(), cache_config, caches)
+    return geometry, byte_views(caches[geometry.layers[0]], places)
+
+
 @pytest.mark.parametrize(
     ("order", "in_page", "shape"),
     [
@@ -85,7 +92,7 @@ def test_pages_are_found_in_every_order_that_keeps_them_whole(order: str, in_pag
     """A06: the order inside a page is part of the layout, that of layers and blocks is not."""
     cache_config, caches = make_cache(order)
 
-    geometry, pages = describe_rank(make_config(), cache_config, caches)
+    geometry, pages = pages_of(cache_config, caches)
 
     assert geometry.page_shape == shape
     assert geometry.page_format == {"backend": "CPU_ATTN", "isa": "amx", "order": in_page}
@@ -97,7 +104,7 @@ def test_pages_are_found_in_every_order_that_keeps_them_whole(order: str, in_pag
 
 def test_a_page_is_written_in_place() -> None:
     cache_config, caches = make_cache()
-    _, pages = describe_rank(make_config(), cache_config, caches)
+    _, pages = pages_of(cache_config, caches)
 
     pages.layers[1][3] = 0
 
@@ -110,7 +117,7 @@ def test_kernel_blocks_are_not_the_engines_blocks() -> None:
     """`shape[0]` counts kernel blocks; taken for the number of blocks, pages would be halves."""
     cache_config, caches = make_cache(ratio=2)
 
-    geometry, pages = describe_rank(make_config(), cache_config, caches)
+    geometry, pages = pages_of(cache_config, caches)
 
     assert caches[NAMES[0]].shape[0] == 12
     assert pages.num_blocks == 6
@@ -123,7 +130,7 @@ def test_kernel_blocks_are_not_the_engines_blocks() -> None:
 def test_padding_between_blocks_is_not_part_of_a_page() -> None:
     cache_config, caches = make_cache(gap=32)
 
-    _, pages = describe_rank(make_config(), cache_config, caches)
+    _, pages = pages_of(cache_config, caches)
 
     assert pages.page_bytes == PAGE
     assert pages.layers[0].strides[0] == PAGE + 64
@@ -134,8 +141,8 @@ def test_layers_come_in_the_order_of_the_model() -> None:
     cache_config.kv_cache_tensors[0].layers = list(reversed(NAMES))
 
     with pytest.raises(Unsupported, match="starts at byte"):
-        describe_rank(make_config(), cache_config, caches)
-    geometry, _ = describe_rank(make_config(), cache_config, dict(zip(reversed(NAMES), caches.values(), strict=True)))
+        locate_rank(make_config(), cache_config, caches)
+    geometry, _ = locate_rank(make_config(), cache_config, dict(zip(reversed(NAMES), caches.values(), strict=True)))
 
     assert geometry.layers == tuple(NAMES)
 
@@ -146,7 +153,7 @@ def test_pages_in_pieces_are_declined(order: str) -> None:
 
     assert "does not keep a page in one piece" in (unsupported_reason(make_config(), cache_config) or "")
     with pytest.raises(Unsupported, match="not one run of bytes"):
-        describe_rank(make_config(), cache_config, caches)
+        locate_rank(make_config(), cache_config, caches)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +166,7 @@ def test_a_configuration_that_does_not_fit_the_tensors_is_declined(field: str, v
     setattr(cache_config.kv_cache_tensors[0], field, value)
 
     with pytest.raises(Unsupported, match=said):
-        describe_rank(make_config(), cache_config, caches)
+        locate_rank(make_config(), cache_config, caches)
 
 
 def test_a_missing_instruction_set_is_declined() -> None:
@@ -167,13 +174,13 @@ def test_a_missing_instruction_set_is_declined() -> None:
     cache_config, caches = make_cache()
 
     with pytest.raises(Unsupported, match="instruction set"):
-        describe_rank(make_config(isa=""), cache_config, caches)
+        locate_rank(make_config(isa=""), cache_config, caches)
 
 
 def test_another_instruction_set_is_another_layout() -> None:
     cache_config, caches = make_cache()
-    amx, _ = describe_rank(make_config(isa="amx"), cache_config, caches)
-    vec, _ = describe_rank(make_config(isa="vec"), cache_config, caches)
+    amx, _ = locate_rank(make_config(isa="amx"), cache_config, caches)
+    vec, _ = locate_rank(make_config(isa="vec"), cache_config, caches)
 
     assert layout_of([amx]).hash() != layout_of([vec]).hash()
 
@@ -184,7 +191,7 @@ def test_layers_of_two_backends_are_declined() -> None:
     config.compilation_config.static_forward_context[NAMES[0]].attn_backend = Backend("OTHER")
 
     with pytest.raises(Unsupported, match="different attention backends"):
-        describe_rank(config, cache_config, caches)
+        locate_rank(config, cache_config, caches)
 
 
 def test_scales_of_a_quantized_cache_are_read_from_the_layers() -> None:
@@ -197,7 +204,7 @@ def test_scales_of_a_quantized_cache_are_read_from_the_layers() -> None:
     config = make_config(_k_scale_float=0.5, _v_scale_float=0.25)
     config.cache_config.cache_dtype = "fp8"
 
-    geometry, _ = describe_rank(config, cache_config, quantized)
+    geometry, _ = locate_rank(config, cache_config, quantized)
 
     assert geometry.kv_scales == ((0.5, 0.25),) * 3
     assert kv_scales_of([geometry]) == {"k": 0.5, "v": 0.25}
@@ -209,7 +216,7 @@ def test_a_quantized_cache_without_scales_is_declined() -> None:
     config.cache_config.cache_dtype = "fp8_e4m3"
 
     with pytest.raises(Unsupported, match="static scales"):
-        describe_rank(config, cache_config, caches)
+        locate_rank(config, cache_config, caches)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +343,7 @@ def test_an_mla_cache_under_tensor_parallelism_is_replicated() -> None:
     config = make_config()
     config.parallel_config.tensor_parallel_size = 2
 
-    geometry, _ = describe_rank(config, cache_config, caches)
+    geometry, _ = locate_rank(config, cache_config, caches)
 
     assert geometry.replicated
 

@@ -1,6 +1,6 @@
 """vLLM's side of the contract. A change of any hook has to be looked at, not survived by luck.
 
-Tested against 0.32; the tables of `vllm-connector` facts in ARCHITECTURE.md follow it.
+Tested against 0.32.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from kvsnap_connector.cuda_copier import StreamCopier, open_copier
 from kvsnap_connector.cuda_worker import CudaWorkerHalf
 from kvsnap_connector.metadata import CopyOp, StepPlan
 from kvsnap_connector.pages import PagePlaces
-from tests.connector.fakes import FakeRegion
+from tests.connector.fakes import FakeRegion, op
 from tests.connector.sim_device import SimDevice
 
 LAYERS, BLOCKS, PAGE, CHUNK = 3, 16, 496, 4
@@ -68,17 +68,13 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
     return Setup()
 
 
-def op(slot: int = 0, blocks: Sequence[int] = (3, 5), *, generation: int = 1, first_block: int = 0) -> CopyOp:
-    return CopyOp(slot=slot, generation=generation, first_block=first_block, block_ids=list(blocks), request_id="r")
-
-
 # -- stores --------------------------------------------------------------------------
 
 
 def test_a_store_has_its_word_only_after_its_bytes(setup: Setup) -> None:
     """Invariant 1: the scheduler's threads take the word for the bytes, without any step of the engine."""
     expected = setup.blocks([3, 5])
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op()]))
+    setup.half.store(StepPlan(seq=1, stores=[op()]))
 
     while setup.device.run_one():
         setup.half.poll()
@@ -96,7 +92,7 @@ def test_blocks_may_be_written_again_at_once(setup: Setup) -> None:
     """B.4: no block is held; what the engine queues after the hook comes after the gather."""
     expected = setup.blocks([3, 5])
 
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op()]))
+    setup.half.store(StepPlan(seq=1, stores=[op()]))
     setup.overwrite(3)
     setup.overwrite(5)
     setup.device.run_all()
@@ -108,7 +104,7 @@ def test_blocks_may_be_written_again_at_once(setup: Setup) -> None:
 def test_a_store_of_later_blocks_leaves_the_earlier_ones(setup: Setup) -> None:
     expected = setup.blocks([3, 5])
 
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(first_block=1)]))
+    setup.half.store(StepPlan(seq=1, stores=[op(first_block=1)]))
     setup.device.run_all()
     setup.half.poll()
 
@@ -119,7 +115,7 @@ def test_a_store_of_later_blocks_leaves_the_earlier_ones(setup: Setup) -> None:
 
 def test_a_plan_is_stored_once(setup: Setup) -> None:
     """A step may be played twice (speculative decoding, model runner V2's late hooks)."""
-    plan = StepPlan(seq=1, epoch=1, stores=[op()])
+    plan = StepPlan(seq=1, stores=[op()])
 
     setup.half.store(plan)
     setup.overwrite(3)
@@ -133,8 +129,8 @@ def test_a_plan_is_stored_once(setup: Setup) -> None:
 def test_nothing_is_stored_after_blocks_that_were_promised_and_not_filled(setup: Setup) -> None:
     """The connector's own account found them; no load of this half failed."""
     setup.half.distrust(1)
-    setup.half.store(StepPlan(seq=1, epoch=1, acked=0, stores=[op(0)]))
-    setup.half.store(StepPlan(seq=2, epoch=1, acked=1, stores=[op(1)]))
+    setup.half.store(StepPlan(seq=1, acked=0, stores=[op(0)]))
+    setup.half.store(StepPlan(seq=2, acked=1, stores=[op(1)]))
     setup.device.run_all()
     setup.half.poll()
 
@@ -143,14 +139,14 @@ def test_nothing_is_stored_after_blocks_that_were_promised_and_not_filled(setup:
 
 def test_a_full_ring_refuses_and_never_waits(setup: Setup) -> None:
     """Invariant 7: the fourth of three is a miss later."""
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(slot, [slot + 1]) for slot in range(4)]))
+    setup.half.store(StepPlan(seq=1, stores=[op(slot, [slot + 1]) for slot in range(4)]))
 
     assert setup.region.completed == [(3, 1, False)]
     assert setup.half.take_stats()["worker_stores_refused"] == 1
 
     setup.device.run_all()
     setup.half.poll()
-    setup.half.store(StepPlan(seq=2, epoch=1, stores=[op(3, [9])]))
+    setup.half.store(StepPlan(seq=2, stores=[op(3, [9])]))
     setup.device.run_all()
     setup.half.poll()
 
@@ -158,7 +154,7 @@ def test_a_full_ring_refuses_and_never_waits(setup: Setup) -> None:
 
 
 def test_a_store_for_another_generation_is_not_begun(setup: Setup) -> None:
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(generation=2)]))
+    setup.half.store(StepPlan(seq=1, stores=[op(generation=2)]))
     setup.device.run_all()
     setup.half.poll()
 
@@ -168,7 +164,7 @@ def test_a_store_for_another_generation_is_not_begun(setup: Setup) -> None:
 
 def test_a_slot_that_changes_hands_under_a_copy_gets_no_word(setup: Setup) -> None:
     """A15"""
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op()]))
+    setup.half.store(StepPlan(seq=1, stores=[op()]))
     setup.region.generations[0] += 1
     setup.device.run_all()
     setup.half.poll()
@@ -180,7 +176,7 @@ def test_a_slot_that_changes_hands_under_a_copy_gets_no_word(setup: Setup) -> No
 
 
 def test_a_slot_that_was_cleared_under_a_copy_comes_back(setup: Setup) -> None:
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op()]))
+    setup.half.store(StepPlan(seq=1, stores=[op()]))
     setup.region.filling[0] = False
     setup.device.run_all()
     setup.half.poll()
@@ -190,7 +186,7 @@ def test_a_slot_that_was_cleared_under_a_copy_comes_back(setup: Setup) -> None:
 
 @pytest.mark.parametrize("bad", [op(blocks=[3, 0]), op(blocks=[BLOCKS]), op(first_block=3)])
 def test_a_store_that_makes_no_sense_touches_nothing(setup: Setup, bad: CopyOp) -> None:
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[bad]))
+    setup.half.store(StepPlan(seq=1, stores=[bad]))
     setup.device.run_all()
 
     assert (setup.region.memory == 0xEE).all()
@@ -201,7 +197,7 @@ def test_a_rank_with_a_replica_only_completes() -> None:
     """MLA"""
     setup = Setup(is_writer=False)
 
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op()]))
+    setup.half.store(StepPlan(seq=1, stores=[op()]))
 
     assert setup.region.completed == [(0, 1, True)]
     assert (setup.region.memory == 0xEE).all()
@@ -214,7 +210,7 @@ def test_a_rank_with_a_replica_only_completes() -> None:
 def test_an_asynchronous_load_is_reported_once_and_after_its_bytes(setup: Setup) -> None:
     """B02; `finished_recving` is the engine's leave to compute on the blocks."""
     chunk = setup.region.memory[1] = np.random.default_rng(2).integers(0, 256, size=8192, dtype=np.uint8)
-    plan = StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9, 4], first_block=1), op(1, [7])], "b": []})
+    plan = StepPlan(seq=1, async_loads={"a": [op(1, [9, 4], first_block=1), op(1, [7])], "b": []})
 
     setup.half.load(plan)
     setup.half.load(plan)
@@ -235,7 +231,7 @@ def test_an_asynchronous_load_is_reported_once_and_after_its_bytes(setup: Setup)
 def test_a_load_for_another_generation_is_not_begun(setup: Setup) -> None:
     before = setup.memory.clone()
 
-    setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9], generation=2)]}))
+    setup.half.load(StepPlan(seq=1, async_loads={"a": [op(1, [9], generation=2)]}))
 
     assert setup.half.take_received() == {"a"}
     assert setup.half.take_failed_blocks() == {9}
@@ -248,7 +244,7 @@ def test_a_load_waits_for_what_the_engine_has_queued(setup: Setup) -> None:
     chunk = setup.region.memory[1] = np.random.default_rng(2).integers(0, 256, size=8192, dtype=np.uint8)
     setup.overwrite(9)
 
-    setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9])]}))
+    setup.half.load(StepPlan(seq=1, async_loads={"a": [op(1, [9])]}))
     setup.device.run_all()
 
     assert np.array_equal(setup.blocks([9]), chunk[:BLOCK])
@@ -259,7 +255,7 @@ def test_a_synchronous_load_comes_before_the_forward_pass(setup: Setup) -> None:
     chunk = setup.region.memory[1] = np.random.default_rng(2).integers(0, 256, size=8192, dtype=np.uint8)
     seen: dict[str, np.ndarray[Any, Any]] = {}
 
-    setup.half.load(StepPlan(seq=1, epoch=1, loads=[op(1, [9]), op(1, [4], first_block=1)]))
+    setup.half.load(StepPlan(seq=1, loads=[op(1, [9]), op(1, [4], first_block=1)]))
     setup.device.compute.add(lambda: seen.update(blocks=setup.blocks([9, 4])))
     setup.device.run_all()
 
@@ -268,9 +264,9 @@ def test_a_synchronous_load_comes_before_the_forward_pass(setup: Setup) -> None:
 
 def test_a_slot_stays_pinned_until_all_earlier_loads_are_over(setup: Setup) -> None:
     """Plans end in order: `loads_done` of a later one frees the slots of the earlier ones too."""
-    setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9])]}))
-    setup.half.load(StepPlan(seq=2, epoch=1))
-    setup.half.refuse(StepPlan(seq=3, epoch=1, loads=[op(2, [4])]))
+    setup.half.load(StepPlan(seq=1, async_loads={"a": [op(1, [9])]}))
+    setup.half.load(StepPlan(seq=2))
+    setup.half.refuse(StepPlan(seq=3, loads=[op(2, [4])]))
 
     assert setup.region.loads_done == 0
 
@@ -282,7 +278,7 @@ def test_a_slot_stays_pinned_until_all_earlier_loads_are_over(setup: Setup) -> N
 
 def test_a_slot_that_changes_under_a_load_is_a_load_error(setup: Setup) -> None:
     """A16"""
-    setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9, 4])], "b": [op(2, [7], generation=5)]}))
+    setup.half.load(StepPlan(seq=1, async_loads={"a": [op(1, [9, 4])], "b": [op(2, [7], generation=5)]}))
     setup.region.generations[1] += 1
     setup.device.run_all()
 
@@ -295,14 +291,14 @@ def test_a_slot_that_changes_under_a_load_is_a_load_error(setup: Setup) -> None:
 
 def test_what_was_computed_from_a_lost_load_is_not_kept(setup: Setup) -> None:
     """Invariant 1: the load turned out bad only after the step that read it had stored its result."""
-    setup.half.load(StepPlan(seq=1, epoch=1, loads=[op(1, [9])]))
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0, [3])]))
-    setup.half.store(StepPlan(seq=2, epoch=1, acked=0, stores=[op(2, [4])]))
+    setup.half.load(StepPlan(seq=1, loads=[op(1, [9])]))
+    setup.half.store(StepPlan(seq=1, stores=[op(0, [3])]))
+    setup.half.store(StepPlan(seq=2, acked=0, stores=[op(2, [4])]))
     setup.region.generations[1] += 1
     setup.device.run_all()
     setup.half.poll()
-    setup.half.store(StepPlan(seq=3, epoch=1, acked=0, stores=[op(3, [5])]))
-    setup.half.store(StepPlan(seq=4, epoch=1, acked=1, stores=[op(3, [5])]))
+    setup.half.store(StepPlan(seq=3, acked=0, stores=[op(3, [5])]))
+    setup.half.store(StepPlan(seq=4, acked=1, stores=[op(3, [5])]))
     setup.device.run_all()
     setup.half.poll()
 
@@ -312,8 +308,8 @@ def test_what_was_computed_from_a_lost_load_is_not_kept(setup: Setup) -> None:
 
 def test_a_slow_store_is_not_kept_because_the_scheduler_knows_by_now(setup: Setup) -> None:
     """Invariant 1: what counts is what it knew when it planned the store, not what it knows when the copy ends."""
-    setup.half.load(StepPlan(seq=1, epoch=1, loads=[op(1, [9])]))
-    setup.half.store(StepPlan(seq=2, epoch=1, acked=0, stores=[op(2, [4])]))
+    setup.half.load(StepPlan(seq=1, loads=[op(1, [9])]))
+    setup.half.store(StepPlan(seq=2, acked=0, stores=[op(2, [4])]))
     setup.region.generations[1] += 1
     load, store = setup.half._loads[0], setup.half._stores[0]
     assert load.event is not None
@@ -322,7 +318,7 @@ def test_a_slow_store_is_not_kept_because_the_scheduler_knows_by_now(setup: Setu
     setup.half.poll()
     assert setup.half._lost_seqs == [1]
 
-    setup.half.store(StepPlan(seq=3, epoch=1, acked=2, stores=[op(3, [5])]))
+    setup.half.store(StepPlan(seq=3, acked=2, stores=[op(3, [5])]))
     store.event = late
     setup.device.run_all()
     setup.half.poll()
@@ -332,13 +328,13 @@ def test_a_slow_store_is_not_kept_because_the_scheduler_knows_by_now(setup: Setu
 
 def test_an_old_failure_casts_no_doubt_on_what_was_planned_after_it(setup: Setup) -> None:
     """And one that comes later casts none on what came before it."""
-    setup.half.load(StepPlan(seq=1, epoch=1, loads=[op(1, [9])]))
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0, [3])]))
+    setup.half.load(StepPlan(seq=1, loads=[op(1, [9])]))
+    setup.half.store(StepPlan(seq=1, stores=[op(0, [3])]))
     first = setup.half._stores[0]
     first.event, late = None, first.event
     setup.device.run_all()
     setup.half.poll()
-    setup.half.load(StepPlan(seq=2, epoch=1, acked=1, loads=[op(2, [8])]))
+    setup.half.load(StepPlan(seq=2, acked=1, loads=[op(2, [8])]))
     setup.region.generations[2] += 1
     setup.device.run_all()
     setup.half.poll()
@@ -369,8 +365,8 @@ def test_pageable_slots_are_copied_by_the_thread_only(monkeypatch: pytest.Monkey
 
     noting("copy_in")
     noting("copy_out")
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0), op(1)]))
-    setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1)]}))
+    setup.half.store(StepPlan(seq=1, stores=[op(0), op(1)]))
+    setup.half.load(StepPlan(seq=1, async_loads={"a": [op(1)]}))
 
     assert touched == [0]
     assert not setup.half.move_one(), "the forward pass is not over"
@@ -386,8 +382,8 @@ def test_pageable_copies_arrive_like_others() -> None:
     expected = setup.blocks([3, 5])
     chunk = setup.region.memory[1] = np.random.default_rng(2).integers(0, 256, size=8192, dtype=np.uint8)
 
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op()]))
-    setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9])]}))
+    setup.half.store(StepPlan(seq=1, stores=[op()]))
+    setup.half.load(StepPlan(seq=1, async_loads={"a": [op(1, [9])]}))
     received: set[str] = set()
     for _ in range(3):
         setup.device.run_all()
@@ -404,7 +400,7 @@ def test_nothing_but_the_hook_writes_blocks_where_they_may_be_unmapped() -> None
     """Trap 26: in vLLM 0.32 sleep comes without a word."""
     setup = Setup(num_pinned=0, may_defer_loads=False)
 
-    setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9])]}))
+    setup.half.load(StepPlan(seq=1, async_loads={"a": [op(1, [9])]}))
     setup.device.run_all()
 
     assert setup.half.take_received() == {"a"}
@@ -418,7 +414,7 @@ def test_an_idle_engines_words_are_written_all_the_same(monkeypatch: pytest.Monk
     expected = setup.blocks([3, 5])
 
     for seq in (1, 2):
-        setup.half.store(StepPlan(seq=seq, epoch=1, acked=seq, stores=[op(0), op(1)]))
+        setup.half.store(StepPlan(seq=seq, acked=seq, stores=[op(0), op(1)]))
         deadline = time.monotonic() + 30
         while not setup.half.is_idle and time.monotonic() < deadline:
             setup.device.run(100)  # not `run_all`: the thread adds to the streams meanwhile
@@ -439,11 +435,11 @@ def test_an_idle_engines_words_are_written_all_the_same(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("what", ["gather", "copy_out"])
 def test_a_store_that_the_device_refuses_fails_alone(setup: Setup, what: str) -> None:
     setup.device.fails = lambda name: name == what
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0)]))
+    setup.half.store(StepPlan(seq=1, stores=[op(0)]))
     setup.half.poll()
     setup.device.fails = lambda name: False
     for slot in (1, 2, 3):
-        setup.half.store(StepPlan(seq=1 + slot, epoch=1, stores=[op(slot)]))
+        setup.half.store(StepPlan(seq=1 + slot, stores=[op(slot)]))
     setup.device.run_all()
     setup.half.poll()
 
@@ -458,7 +454,7 @@ def test_a_load_that_fails_half_way_is_reported_when_nothing_moves_any_more(what
     setup.device.fails = lambda name: name == what
     loads = {"async_loads": {"a": [op(1, [9])]}} if is_async else {"loads": [op(1, [9])]}
 
-    setup.half.load(StepPlan(seq=1, epoch=1, **loads))
+    setup.half.load(StepPlan(seq=1, **loads))
 
     assert setup.half.take_received() == ({"a"} if is_async else set())
     assert setup.half.take_failed_blocks() == {9}
@@ -473,8 +469,8 @@ def _refuse(*args: Any) -> Any:
 def test_a_compute_stream_that_cannot_be_marked_costs_one_step(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(setup.copier, "mark", _refuse)
-        setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(3, [9])]}))
-        setup.half.store(StepPlan(seq=1, epoch=1, acked=1, stores=[op(slot) for slot in range(3)]))
+        setup.half.load(StepPlan(seq=1, async_loads={"a": [op(3, [9])]}))
+        setup.half.store(StepPlan(seq=1, acked=1, stores=[op(slot) for slot in range(3)]))
     assert setup.half.take_received() == {"a"}
     assert setup.half.take_failed_blocks() == {9}
     assert setup.region.completed == [(slot, 1, False) for slot in range(3)]
@@ -487,8 +483,8 @@ def test_a_load_that_the_forward_pass_cannot_wait_for_is_an_error(
     """The forward pass may run before it, so the engine must compute those blocks."""
     monkeypatch.setattr(setup.copier, "hold_compute", _refuse)
 
-    setup.half.load(StepPlan(seq=1, epoch=1, loads=[op(1, [9])]))
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0, [3])]))
+    setup.half.load(StepPlan(seq=1, loads=[op(1, [9])]))
+    setup.half.store(StepPlan(seq=1, stores=[op(0, [3])]))
     setup.device.run_all()
     setup.half.poll()
 
@@ -505,9 +501,9 @@ def test_a_copy_that_fails_on_a_device_that_is_gone_is_never_reported(
     monkeypatch.setattr(setup.copier, "quiesce", _refuse)
 
     if is_store:
-        setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0)]))
+        setup.half.store(StepPlan(seq=1, stores=[op(0)]))
     else:
-        setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9])]}))
+        setup.half.load(StepPlan(seq=1, async_loads={"a": [op(1, [9])]}))
     setup.device.run_all()
 
     assert setup.half.take_received() == set()
@@ -517,7 +513,7 @@ def test_a_copy_that_fails_on_a_device_that_is_gone_is_never_reported(
 
 def test_a_pageable_copy_that_failed_is_not_tried_again() -> None:
     setup = Setup(num_pinned=0)
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0)]))
+    setup.half.store(StepPlan(seq=1, stores=[op(0)]))
     setup.device.run_all()
     setup.device.fails = lambda name: name == "copy_out"
 
@@ -529,22 +525,22 @@ def test_a_pageable_copy_that_failed_is_not_tried_again() -> None:
 
 def test_nothing_is_under_way_across_sleep(setup: Setup) -> None:
     """0.33: blocks are unmapped between `unregister_kv_caches` and `restore_kv_caches`."""
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0)]))
-    setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9])]}))
+    setup.half.store(StepPlan(seq=1, stores=[op(0)]))
+    setup.half.load(StepPlan(seq=1, async_loads={"a": [op(1, [9])]}))
     setup.device.run_all()
 
     setup.half.pause()
 
     assert setup.half.is_idle
     assert setup.region.completed == [(0, 1, True)]
-    setup.half.load(StepPlan(seq=2, epoch=1, async_loads={"b": [op(1, [8])]}))
-    setup.half.store(StepPlan(seq=2, epoch=1, acked=2, stores=[op(2)]))
+    setup.half.load(StepPlan(seq=2, async_loads={"b": [op(1, [8])]}))
+    setup.half.store(StepPlan(seq=2, acked=2, stores=[op(2)]))
     assert setup.half.take_received() == {"a", "b"}
     assert setup.half.take_failed_blocks() == {8}
     assert setup.region.completed[1:] == [(2, 1, False)]
 
     setup.half.resume(StreamCopier(setup.device, piece_bytes=CHUNK * BLOCK, num_pieces=1))
-    setup.half.store(StepPlan(seq=3, epoch=1, acked=3, stores=[op(3)]))
+    setup.half.store(StepPlan(seq=3, acked=3, stores=[op(3)]))
     setup.device.run_all()
     setup.half.poll()
     assert setup.region.completed[2:] == [(3, 1, True)]
@@ -570,8 +566,8 @@ def test_staging_is_given_back_for_sleep() -> None:
         is_writer=True,
         starts_thread=False,
     )
-    half.store(StepPlan(seq=1, epoch=1, stores=[op(0)]))
-    half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9])]}))
+    half.store(StepPlan(seq=1, stores=[op(0)]))
+    half.load(StepPlan(seq=1, async_loads={"a": [op(1, [9])]}))
     device.run_all()
     assert all(ref() is not None for ref in buffers)
 
@@ -625,8 +621,8 @@ def test_sleep_does_not_come_before_a_copy_that_is_late(
 ) -> None:
     """The bound is for what may hang; staging that the device still writes to is never given back."""
     monkeypatch.setattr("kvsnap_connector.cuda_worker._DRAIN_SECONDS", 0.01)
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0)]))
-    setup.half.load(StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9])]}))
+    setup.half.store(StepPlan(seq=1, stores=[op(0)]))
+    setup.half.load(StepPlan(seq=1, async_loads={"a": [op(1, [9])]}))
 
     with caplog.at_level(logging.ERROR):
         setup.half.pause()
@@ -653,7 +649,7 @@ def test_the_mapping_stays_while_the_device_may_write_to_it(
 ) -> None:
     """Invariant 8: unmapped memory under a running copy ends the process, or writes into what comes next."""
     monkeypatch.setattr("kvsnap_connector.cuda_worker._CLOSE_SECONDS", 0.01)
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0)]))
+    setup.half.store(StepPlan(seq=1, stores=[op(0)]))
 
     setup.half.close()
 
@@ -661,7 +657,7 @@ def test_the_mapping_stays_while_the_device_may_write_to_it(
 
 
 def test_a_device_that_is_gone_completes_nothing(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(0)]))
+    setup.half.store(StepPlan(seq=1, stores=[op(0)]))
     store = setup.half._stores[0]
 
     class Gone:

@@ -171,13 +171,13 @@ def test_a_block_is_one_run_where_blocks_are_outermost(order: str) -> None:
 def test_kernel_blocks_smaller_than_the_engines_are_put_together(order: str) -> None:
     """`shape[0]` is twice the number of blocks; a page is two kernel blocks."""
     cache_config, caches = make_cuda_cache(order, ratio=2)
-    geometry, _, view = view_of(cache_config, caches)
+    geometry, places, view = view_of(cache_config, caches)
     buffer = torch.zeros(2 * view.block_bytes, dtype=torch.uint8)
 
     view.gather(torch.tensor([6, 3]), buffer)
 
     assert next(iter(caches.values())).shape[0] == 2 * BLOCKS
-    assert geometry.num_blocks == BLOCKS
+    assert places.num_blocks == BLOCKS
     assert geometry.page_format == {"backend": "FLASH_ATTN", "order": "2x" + order[2:]}
     assert torch.equal(buffer, reference(caches, order, [6, 3], ratio=2))
 

@@ -94,7 +94,7 @@ class HalfPlay:
         busy = {block for op, _ in self.loading.values() for block in op.block_ids}
         free = [block for block in self.blocks if block not in busy]
         rng.shuffle(free)
-        plan = StepPlan(seq=self.seq, epoch=1, acked=self.seq - 1)
+        plan = StepPlan(seq=self.seq, acked=self.seq - 1)
         good = [slot for slot in self.content if slot not in self.dead and not self.region.filling[slot]]
         for slot in rng.sample(good, min(len(good), rng.randrange(3))):
             if not free:

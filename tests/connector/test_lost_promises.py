@@ -47,7 +47,7 @@ def test_what_the_step_computes_from_lost_blocks_is_not_trusted(tmp_path: Path, 
     worker: Any = KVSnapConnector(config, KVConnectorRole.WORKER, cache_config)
     worker._worker = half = NotingHalf()
 
-    worker.bind_connector_metadata(KVSnapMetadata(plan=StepPlan(seq=7, epoch=1), seq=7, lost_blocks=lost))
+    worker.bind_connector_metadata(KVSnapMetadata(plan=StepPlan(seq=7), seq=7, lost_blocks=lost))
     worker.start_load_kv(None)
     worker.wait_for_save()
 
@@ -79,7 +79,7 @@ def test_a_plan_that_a_fault_cuts_short_is_refused(tmp_path: Path, monkeypatch: 
     worker._worker = half = Broken()
     load = CopyOp(slot=0, generation=1, first_block=0, block_ids=[5], request_id="a")
 
-    worker.bind_connector_metadata(KVSnapMetadata(plan=StepPlan(seq=7, epoch=1, async_loads={"a": [load]}), seq=7))
+    worker.bind_connector_metadata(KVSnapMetadata(plan=StepPlan(seq=7, async_loads={"a": [load]}), seq=7))
     worker.start_load_kv(None)
 
     assert half.calls == [("distrust", 7), ("refuse", 7)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from kvsnap.cache import CacheOptions
 from kvsnap.preload import preload
 from tests.connector.toy_engine import ToyEngine, request
+from tests.connector.toy_engine import random_tokens as tokens
 from tests.disk_fakes import make_namespace
 from tests.waiting import wait_for
 
@@ -34,11 +34,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield make
     for engine in engines:
         engine.kill()
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    """`count` token ids; equal seeds share their beginning."""
-    return [random.Random(seed * 100_000 + i).randrange(50_000) for i in range(count)]
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 63, 64, 65, 128, 144, 200])

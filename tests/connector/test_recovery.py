@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsnap import promoter
+from kvsnap import promoter, shard
 from kvsnap.cache import CacheOptions
 from kvsnap.errors import StorageError
 from kvsnap.index import ABSENT
@@ -127,6 +127,12 @@ def test_a_request_goes_before_what_a_preload_has_queued(start: Start, tmp_path:
     assert sorted(order) == sorted(bytes(chunk.key) for chunk in wanted)
 
 
+def all_hashed(engine: ToyEngine) -> bool:
+    """Whether something is in DRAM, and every checksum is computed."""
+    chunks = list(engine.cache.residency.index)
+    return bool(chunks) and all(chunk.dram_xxh3 for chunk in chunks)
+
+
 def _keys(engine: ToyEngine, seed: int) -> list[bytes]:
     from kvsnap.keys import KeyChain, root_key
 
@@ -140,7 +146,7 @@ def test_with_persist_all_an_attach_writes_the_rest(start: Start) -> None:
     """Hit or not: what the engine that died had not written yet."""
     first = start(options=CacheOptions(persist="none"))
     first.run(request("a", random_tokens(3 * CHUNK + 1)))
-    wait_for(lambda: len(first.cache.residency.index) and all(c.dram_xxh3 for c in first.cache.residency.index))
+    wait_for(lambda: all_hashed(first))
     first.kill()
 
     second = start(options=CacheOptions(persist="all", shard_seconds=0.05))
@@ -152,10 +158,10 @@ def test_a_preload_does_not_wait_for_the_checks_of_an_attach(start: Start, monke
     """They can take a minute in a large tier; a request has the chunks that it needs checked ahead of all others."""
     first = start()
     first.run(request("a", random_tokens(3 * CHUNK + 1)))
-    wait_for(lambda: len(first.cache.residency.index) and all(c.dram_xxh3 for c in first.cache.residency.index))
+    wait_for(lambda: all_hashed(first))
     first.kill()
     gate = threading.Event()
-    real = promoter.checksum
+    real = shard.checksum
 
     def slow(views: list[memoryview]) -> bytes:
         assert gate.wait(30)

@@ -24,7 +24,6 @@ GEOMETRY = RankGeometry(
     layers=("layers.0", "layers.1"),
     kv_heads=3,
     block_tokens=128,
-    num_blocks=10,
     page_shape=(3, 128, 128),
     page_bytes=98304,
     dtype="BF16",

@@ -14,7 +14,7 @@ from kvsnap.errors import KvsnapError
 from kvsnap_connector.copier import Bytes, CpuCopier
 from kvsnap_connector.metadata import CopyOp, StepPlan
 from kvsnap_connector.worker import WorkerHalf
-from tests.connector.fakes import FakeRegion, make_pages
+from tests.connector.fakes import FakeRegion, make_pages, op
 
 LAYERS, BLOCKS, PAGE, CHUNK = 3, 16, 500, 4
 BLOCK = LAYERS * PAGE
@@ -39,14 +39,10 @@ def setup() -> Setup:
     return Setup()
 
 
-def op(slot: int = 0, blocks: Sequence[int] = (3, 5), *, generation: int = 1, first_block: int = 0) -> CopyOp:
-    return CopyOp(slot=slot, generation=generation, first_block=first_block, block_ids=list(blocks), request_id="r")
-
-
 def test_a_store_fills_the_slot_and_completes_it(setup: Setup) -> None:
     expected = setup.blocks([3, 5])
 
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op()]))
+    setup.half.store(StepPlan(seq=1, stores=[op()]))
 
     assert np.array_equal(setup.region.memory[0][: 2 * BLOCK], expected)
     assert setup.region.completed == [(0, 1, True)]
@@ -55,7 +51,7 @@ def test_a_store_fills_the_slot_and_completes_it(setup: Setup) -> None:
 
 def test_the_padding_of_a_store_is_zero_when_it_is_completed(setup: Setup) -> None:
     """The checksum covers the padding; another chunk was in the slot before."""
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(blocks=[3, 5])]))
+    setup.half.store(StepPlan(seq=1, stores=[op(blocks=[3, 5])]))
 
     assert (setup.region.memory[0][2 * BLOCK : 4096] == 0).all()
     assert (setup.region.memory[0][4096:] == 0xEE).all()
@@ -63,7 +59,7 @@ def test_the_padding_of_a_store_is_zero_when_it_is_completed(setup: Setup) -> No
 
 def test_a_store_for_another_generation_writes_no_byte_and_no_word(setup: Setup) -> None:
     """Invariant 1: the slot belongs to another chunk by now."""
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(generation=2)]))
+    setup.half.store(StepPlan(seq=1, stores=[op(generation=2)]))
 
     assert (setup.region.memory == 0xEE).all()
     assert setup.region.completed == []
@@ -83,14 +79,14 @@ def test_a_slot_that_changes_hands_during_a_store_is_not_completed(setup: Setup)
     _, pages = make_pages(LAYERS, BLOCKS, PAGE)
     half = WorkerHalf(0, Stealing(pages), setup.region, blocks_per_chunk=CHUNK, is_writer=True)
 
-    half.store(StepPlan(seq=1, epoch=1, stores=[op()]))
+    half.store(StepPlan(seq=1, stores=[op()]))
 
     assert setup.region.completed == []
     assert half.take_report() is not None
 
 
 def test_the_null_block_is_never_stored(setup: Setup) -> None:
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op(blocks=[3, 0])]))
+    setup.half.store(StepPlan(seq=1, stores=[op(blocks=[3, 0])]))
 
     assert (setup.region.memory == 0xEE).all()
     assert setup.region.completed == [(0, 1, False)]
@@ -106,7 +102,7 @@ def test_a_copy_that_raises_is_a_failed_store(setup: Setup, monkeypatch: pytest.
     _, pages = make_pages(LAYERS, BLOCKS, PAGE)
     half = WorkerHalf(0, Broken(pages), setup.region, blocks_per_chunk=CHUNK, is_writer=True)
 
-    half.store(StepPlan(seq=1, epoch=1, stores=[op(0), op(1)]))
+    half.store(StepPlan(seq=1, stores=[op(0), op(1)]))
 
     assert setup.region.completed == [(0, 1, False), (1, 1, False)]
 
@@ -115,7 +111,7 @@ def test_a_rank_with_a_replica_only_completes() -> None:
     """MLA: the lowest rank writes the slice, all of them say when they are past the step."""
     setup = Setup(is_writer=False)
 
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op()]))
+    setup.half.store(StepPlan(seq=1, stores=[op()]))
 
     assert (setup.region.memory == 0xEE).all()
     assert setup.region.completed == [(0, 1, True)]
@@ -126,7 +122,7 @@ def test_a_load_fills_the_blocks_from_the_middle_of_a_chunk(setup: Setup) -> Non
     setup.region.memory[1] = chunk
     untouched = setup.blocks([1, 2, 3])
 
-    setup.half.load(StepPlan(seq=1, epoch=1, loads=[op(1, [9, 4], first_block=1)]))
+    setup.half.load(StepPlan(seq=1, loads=[op(1, [9, 4], first_block=1)]))
 
     assert np.array_equal(setup.blocks([9, 4]), chunk[BLOCK : 3 * BLOCK])
     assert np.array_equal(setup.blocks([1, 2, 3]), untouched)
@@ -138,7 +134,7 @@ def test_a_load_of_another_generation_touches_no_block_and_reports_them(setup: S
     """A16: lookup promised, eviction came before the load."""
     before = setup.memory.copy()
 
-    setup.half.load(StepPlan(seq=4, epoch=1, loads=[op(1, [9, 4], generation=3), op(2, [7])]))
+    setup.half.load(StepPlan(seq=4, loads=[op(1, [9, 4], generation=3), op(2, [7])]))
 
     assert np.array_equal(setup.blocks([9, 4]), before[:, [9, 4]].transpose(1, 0, 2).reshape(-1))
     assert setup.half.take_failed_blocks() == {9, 4}
@@ -155,7 +151,7 @@ def test_a_slot_that_changes_during_a_load_is_a_load_error(setup: Setup) -> None
     _, pages = make_pages(LAYERS, BLOCKS, PAGE)
     half = WorkerHalf(0, Stealing(pages), setup.region, blocks_per_chunk=CHUNK, is_writer=True)
 
-    half.load(StepPlan(seq=1, epoch=1, loads=[op(1, [9, 4])]))
+    half.load(StepPlan(seq=1, loads=[op(1, [9, 4])]))
 
     assert half.take_failed_blocks() == {9, 4}
 
@@ -176,7 +172,7 @@ def test_a_slot_that_changes_during_a_load_is_a_load_error(setup: Setup) -> None
 def test_a_load_that_makes_no_sense_copies_nothing(setup: Setup, bad: CopyOp) -> None:
     before = setup.memory.copy()
 
-    setup.half.load(StepPlan(seq=1, epoch=1, loads=[bad]))
+    setup.half.load(StepPlan(seq=1, loads=[bad]))
 
     assert np.array_equal(setup.memory, before)
     assert setup.half.take_failed_blocks() == set(bad.block_ids)
@@ -186,14 +182,14 @@ def test_a_slot_that_was_never_used_is_not_loaded(setup: Setup) -> None:
     """Invariant 1: a fresh slot has generation 0, and so has a load that was planned for nothing."""
     setup.region.generations[1] = 0
 
-    setup.half.load(StepPlan(seq=1, epoch=1, loads=[op(1, [9], generation=0)]))
+    setup.half.load(StepPlan(seq=1, loads=[op(1, [9], generation=0)]))
 
     assert setup.half.take_failed_blocks() == {9}
 
 
 def test_an_asynchronous_load_is_reported_once_even_if_it_failed(setup: Setup) -> None:
     """B02: exactly one completion per started transfer."""
-    plan = StepPlan(seq=1, epoch=1, async_loads={"a": [op(1, [9])], "b": [op(2, [4], generation=9)]})
+    plan = StepPlan(seq=1, async_loads={"a": [op(1, [9])], "b": [op(2, [4], generation=9)]})
 
     setup.half.load(plan)
     setup.half.load(plan)
@@ -205,7 +201,7 @@ def test_an_asynchronous_load_is_reported_once_even_if_it_failed(setup: Setup) -
 
 def test_a_plan_is_carried_out_once(setup: Setup) -> None:
     """Runners differ in when they call; a store repeated after a reuse would copy another chunk's blocks."""
-    plan = StepPlan(seq=1, epoch=1, stores=[op()])
+    plan = StepPlan(seq=1, stores=[op()])
 
     setup.half.store(plan)
     setup.half.store(plan)
@@ -214,9 +210,7 @@ def test_a_plan_is_carried_out_once(setup: Setup) -> None:
 
 
 def test_a_refused_plan_is_answered_in_full(setup: Setup) -> None:
-    plan = StepPlan(
-        seq=1, epoch=1, loads=[op(1, [9])], stores=[op(0), op(2, generation=5)], async_loads={"a": [op(3, [4])]}
-    )
+    plan = StepPlan(seq=1, loads=[op(1, [9])], stores=[op(0), op(2, generation=5)], async_loads={"a": [op(3, [4])]})
 
     setup.half.refuse(plan)
 
@@ -227,8 +221,8 @@ def test_a_refused_plan_is_answered_in_full(setup: Setup) -> None:
 
 
 def test_the_numbers_are_bytes_of_this_rank(setup: Setup) -> None:
-    setup.half.store(StepPlan(seq=1, epoch=1, stores=[op()]))
-    setup.half.load(StepPlan(seq=2, epoch=1, loads=[op(blocks=[7])]))
+    setup.half.store(StepPlan(seq=1, stores=[op()]))
+    setup.half.load(StepPlan(seq=2, loads=[op(blocks=[7])]))
 
     stats = setup.half.take_stats()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disk_fakes import disk_use
 from tools.client import Client, Completion, ServerError
 from tools.prompts import random_prompt
 from tools.serving import Server, kvsnap
@@ -74,16 +75,6 @@ def load(server: Server, seed: int) -> Iterator[None]:
         over.set()
         for thread in threads:
             thread.join(timeout=120)
-
-
-def disk_use(directory: Path) -> int:
-    """What `du` says, in bytes: each inode once."""
-    found: dict[int, int] = {}
-    for path in [directory, *directory.rglob("*")]:
-        with suppress(FileNotFoundError):
-            status = path.lstat()
-            found[status.st_ino] = status.st_blocks * 512
-    return sum(found.values())
 
 
 def assert_within_cap(cache_dir: Path) -> None:

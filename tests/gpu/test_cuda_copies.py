@@ -54,7 +54,7 @@ def test_every_byte_there_and_back(shape: Shape, order: str, num_pinned: int | N
             CopyOp(slot=slot, generation=1, first_block=0, block_ids=part, request_id="s")
             for slot, part in enumerate(sources)
         ]
-        half.store(StepPlan(seq=1, epoch=1, stores=ops))
+        half.store(StepPlan(seq=1, stores=ops))
         for view in cache.layers:
             view[ids] = 7.0  # blocks are free as soon as the hook returns
         settle(half)
@@ -68,7 +68,6 @@ def test_every_byte_there_and_back(shape: Shape, order: str, num_pinned: int | N
         half.load(
             StepPlan(
                 seq=2,
-                epoch=1,
                 async_loads={
                     f"r{slot}": [CopyOp(slot=slot, generation=1, first_block=0, block_ids=part, request_id=f"r{slot}")]
                     for slot, part in enumerate(targets)
@@ -105,7 +104,6 @@ def test_steps_that_read_and_overwrite_blocks_beside_it(order: str) -> None:
             half.store(
                 StepPlan(
                     seq=seq,
-                    epoch=1,
                     acked=seq - 1,
                     stores=[CopyOp(slot=seq - 1, generation=1, first_block=0, block_ids=ids, request_id="s")],
                 )
@@ -133,11 +131,11 @@ def test_steps_that_read_and_overwrite_blocks_beside_it(order: str) -> None:
                 view.index_fill_(0, where, -2.0)  # queued behind the products, and the load behind it
             op = CopyOp(slot=slot, generation=1, first_block=0, block_ids=ids, request_id="r")
             if seq % 2:
-                half.load(StepPlan(seq=seq, epoch=1, async_loads={"r": [op]}))
+                half.load(StepPlan(seq=seq, async_loads={"r": [op]}))
                 assert settle(half) == {"r"}
                 found = cache.blocks(ids)
             else:
-                half.load(StepPlan(seq=seq, epoch=1, loads=[op]))
+                half.load(StepPlan(seq=seq, loads=[op]))
                 # On the compute stream, which waits for the load; `cache.blocks` would make the host wait first.
                 found_here = [view.index_select(0, where) for view in cache.layers]
                 found = cache.blocks(ids)
@@ -154,13 +152,13 @@ def test_pinned_memory_is_pinned() -> None:
     cache.fill(3)
     products = torch.randn(8192, 8192, device="cuda")
     with rank(cache, num_slots=2, num_pieces=2) as (half, _):
-        half.store(StepPlan(seq=1, epoch=1, stores=chunk_ops(cache, 1, random.Random(1))))  # first use allocates
+        half.store(StepPlan(seq=1, stores=chunk_ops(cache, 1, random.Random(1))))  # first use allocates
         settle(half)
         torch.cuda.synchronize()
         for _ in range(20):
             products = (products @ products).clamp_(-1, 1)
         started = time.perf_counter()
-        half.store(StepPlan(seq=2, epoch=1, acked=1, stores=chunk_ops(cache, 1, random.Random(2), first_slot=1)))
+        half.store(StepPlan(seq=2, acked=1, stores=chunk_ops(cache, 1, random.Random(2), first_slot=1)))
         returned = time.perf_counter() - started
         torch.cuda.synchronize()
         waited = time.perf_counter() - started
@@ -183,12 +181,12 @@ def test_blocks_far_into_a_large_cache(order: str) -> None:
     wanted = cache.blocks(sources)
     with rank(cache, num_slots=1, num_pieces=1) as (half, tier):
         op = CopyOp(slot=0, generation=1, first_block=0, block_ids=sources, request_id="s")
-        half.store(StepPlan(seq=1, epoch=1, stores=[op]))
+        half.store(StepPlan(seq=1, stores=[op]))
         settle(half)
         assert torch.equal(torch.from_numpy(tier.memory[0][: len(wanted)].copy()), wanted)
 
         op = CopyOp(slot=0, generation=1, first_block=0, block_ids=targets, request_id="r")
-        half.load(StepPlan(seq=2, epoch=1, async_loads={"r": [op]}))
+        half.load(StepPlan(seq=2, async_loads={"r": [op]}))
         assert settle(half) == {"r"}
 
         assert torch.equal(cache.blocks(targets), wanted)
@@ -212,13 +210,13 @@ def test_a_rank_on_another_device_than_the_current_one() -> None:
     with torch.cuda.device(0), rank(cache, num_slots=2, num_pieces=2, num_pinned=1) as (half, tier):
         for slot in range(2):  # the second one is pageable: the thread's
             op = CopyOp(slot=slot, generation=1, first_block=0, block_ids=sources, request_id="s")
-            half.store(StepPlan(seq=2 * slot + 1, epoch=1, acked=2 * slot, stores=[op]))
+            half.store(StepPlan(seq=2 * slot + 1, acked=2 * slot, stores=[op]))
             settle(half)
             assert torch.equal(torch.from_numpy(tier.memory[slot][: len(wanted)].copy()), wanted)
             for view in cache.layers:
                 view[targets] = 7.0
             op = CopyOp(slot=slot, generation=1, first_block=0, block_ids=targets, request_id="r")
-            half.load(StepPlan(seq=2 * slot + 2, epoch=1, async_loads={"r": [op]}))
+            half.load(StepPlan(seq=2 * slot + 2, async_loads={"r": [op]}))
             assert settle(half) == {"r"}
             assert torch.equal(cache.blocks(targets), wanted)
         assert torch.cuda.current_device() == 0

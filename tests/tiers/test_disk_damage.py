@@ -12,6 +12,7 @@ import pytest
 from kvsnap.errors import StorageError
 from kvsnap.tiers.disk import DiskTier, Shard
 from tests.disk_fakes import make_chunks, make_namespace, make_views
+from tests.snapshot_fakes import flip
 
 NS = make_namespace(ranks=2)
 CHUNKS = make_chunks(NS, 4)
@@ -27,14 +28,6 @@ def shard(tier: DiskTier) -> Shard:
     shard = tier.write("mm", CHUNKS)
     assert shard is not None
     return shard
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 def read(tier: DiskTier, shard: Shard, i: int) -> bool:
