@@ -29,6 +29,7 @@ from typing import Any
 
 from kvsnap.canonical import canonical_json
 from kvsnap.errors import CorruptChunkError, KvsnapError, NotFoundError, StorageError
+from kvsnap.rounds import StoppedError
 from kvsnap.runtime import process_start_time, widen_affinity
 from kvsnap.storage import Storage
 from kvsnap.storage.base import RefusedError
@@ -46,7 +47,7 @@ _HEARTBEAT = 0.2
 """Share of the duration after which it renews."""
 
 
-class LeaseLostError(StorageError):
+class LeaseLostError(RefusedError):
     """The own lease ran out or was broken: what was relied on may be gone. Start over under a new one."""
 
 
@@ -261,6 +262,8 @@ class Lease:
                 self.renew()
             except LeaseLostError as error:
                 log.warning("kvsnap: %s", error)
+                return
+            except StoppedError:  # the holder is told, too
                 return
             except StorageError as error:
                 log.warning("kvsnap: the lease could not be renewed, trying again: %s", error)

@@ -8,11 +8,13 @@ the ref back and finds its own.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvsnap.canonical import canonical_json
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
 from kvsnap.gc_lists import new_list, read_lists, removed_snapshots
+from kvsnap.known import list_shards
 from kvsnap.leases import swap
 from kvsnap.manifest import DIGEST_PREFIX, Digest, Manifest
 from kvsnap.repository import (
@@ -28,6 +30,7 @@ from kvsnap.repository import (
     ref_name,
     shard_name,
 )
+from kvsnap.signing import signature_name
 from kvsnap.storage import Storage
 from kvsnap.storage.base import RefusedError
 from kvsnap.writing import WriteSession, under_lease
@@ -205,25 +208,49 @@ def remove(
     )
 
 
-def keep_snapshot(repository: Repository, session: WriteSession, snapshot: Digest, manifest: Manifest) -> None:
-    """Have no prune delete a snapshot that is there, and bring it back if it was removed.
+def keep_snapshots(repository: Repository, session: WriteSession, manifests: Mapping[Digest, Manifest]) -> None:
+    """Have no prune delete snapshots that are there, and bring back those that were removed.
 
     Raises:
-        CorruptChunkError: a prune has deleted a part of it already.
+        CorruptChunkError: a part of one is gone, or has another size.
+        LeaseLostError: the lease ran out, so a prune may have taken parts meanwhile: start over.
     """
-    parts = {shard_name(shard.digest) for shard in manifest.shards} | {catalog_name(manifest.catalog.digest)}
-    for name in sorted(session.keep(parts)) + sorted(session.keep([manifest_name(snapshot)])):
+    doubtful: set[str] = set()
+    for snapshot, manifest in manifests.items():
+        parts = {shard_name(shard.digest) for shard in manifest.shards}
+        doubtful |= session.keep(parts | {catalog_name(manifest.catalog.digest), signature_name(snapshot)})
+        doubtful |= session.keep([manifest_name(snapshot)])
+    stored = list_shards(repository.storage)
+    for snapshot, manifest in manifests.items():
+        if problem := _problem(repository, snapshot, manifest, stored, doubtful):
+            session.renew()  # if the lease is lost, a prune was free to take it: look again
+            raise CorruptChunkError(f"snapshot {snapshot[:12]} can't be used any more: {problem}")
+
+
+def _problem(
+    repository: Repository, snapshot: Digest, manifest: Manifest, stored: Mapping[str, int], doubtful: set[str]
+) -> str:
+    """What is wrong with the parts of a snapshot, by their sizes, and what to do; empty if nothing is."""
+    sizes: dict[str, int | None] = {shard_name(shard.digest): shard.nbytes for shard in manifest.shards}
+    sizes[catalog_name(manifest.catalog.digest)] = manifest.catalog.nbytes
+    if manifest_name(snapshot) in doubtful:  # else it has just been read
+        sizes[manifest_name(snapshot)] = None
+    for name, nbytes in sizes.items():
+        found = stored.get(name)
         try:
-            repository.storage.head(name)
+            if found is None:
+                found = repository.storage.head(name).nbytes
         except NotFoundError:
-            raise CorruptChunkError(
-                f"snapshot {snapshot[:12]} can't be used any more: a prune has deleted {name}; export it again"
-            ) from None
+            what = f"a prune has deleted {name}" if name in doubtful else f"{name} is missing in {repository.url}"
+            return f"{what}; export it again"
+        if nbytes not in (None, found):
+            return f"{name} is damaged: expected {nbytes} bytes, found {found}; delete it and export it again"
+    return ""
 
 
 def _tag(repository: Repository, name: str, snapshot: Digest, expect: Digest | None) -> TagReport:
     def act(session: WriteSession) -> TagReport:
-        keep_snapshot(repository, session, snapshot, repository.manifest(snapshot))
+        keep_snapshots(repository, session, {snapshot: repository.manifest(snapshot)})
         return publish_ref(repository, session, name, snapshot, expect=expect)
 
     return under_lease(repository, "tag", act)

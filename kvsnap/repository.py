@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -246,6 +247,18 @@ class Repository:
         except NotFoundError:
             raise NotFoundError(f"{self.url} has no ref {name}; see `kvsnap list {self.url}`") from None
         return decode_ref(data, f"ref {name} in {self.url}")
+
+    def refs(self) -> dict[str, Ref]:
+        """All refs by name, in order; those that somebody removes meanwhile are left out.
+
+        Raises:
+            CorruptChunkError: the object of one makes no sense.
+        """
+        found = {}
+        for name in self.ref_names():
+            with suppress(NotFoundError):
+                found[name] = self.ref(name)
+        return found
 
     def manifest(self, snapshot: Digest, *, trusted: TrustedKeys | None = None) -> Manifest:
         """Read a manifest: its digest first, with `trusted` then who signed it, and only then what it says.

@@ -70,8 +70,8 @@ def copy_snapshots(
 
     Raises:
         NotFoundError: no such repository or snapshot.
-        CorruptChunkError: an object is damaged in the source, or another lies under its name in the target. What was
-            copied before is whole.
+        CorruptChunkError: an object is damaged or missing in the source, or another lies under its name in the target.
+            What was copied before is whole.
         StorageError: a repository failed.
     """
     if tag is not None:
@@ -84,7 +84,7 @@ def copy_snapshots(
         refs = {} if tag is None else {tag: chosen[0]}
     else:
         removed = removed_snapshots(read_lists(source.storage))
-        refs = {name: source.ref(name).snapshot for name in source.ref_names()}
+        refs = {name: found.snapshot for name, found in source.refs().items()}
         named = set(refs.values())
         chosen = [s for s in source.snapshots() if manifest_name(s) not in removed or s in named]
         refs = {name: snapshot for name, snapshot in refs.items() if snapshot in set(chosen)}
@@ -132,7 +132,10 @@ class _Copy:
         self._done = 0
         for snapshot, manifest in manifests.items():
             self._copy_shards(session, manifest.shards)
-            catalog = self._source.catalog_bytes(manifest)
+            try:
+                catalog = self._source.catalog_bytes(manifest)
+            except NotFoundError as error:
+                raise CorruptChunkError(str(error)) from None
             data = self._source.storage.get(manifest_name(snapshot), max_bytes=MAX_MANIFEST_BYTES)
             decode_manifest(data, expect=snapshot)
             self._copy_signatures(session, snapshot)
@@ -160,7 +163,10 @@ class _Copy:
     def _copy_shard(self, record: ShardRecord) -> None:
         name = shard_name(record.digest)
         source, target = self._source.storage, self._target.storage
-        is_new = target.copy_from(source, name)
+        try:
+            is_new = target.copy_from(source, name, nbytes=record.nbytes)
+        except NotFoundError:
+            raise _missing_in(self._source, name) from None
         is_server_side = is_new is not None
         if is_new is None:
             is_new = target.put_known(name, lambda: self._read(record), nbytes=record.nbytes, sha256=record.digest)
@@ -185,7 +191,7 @@ class _Copy:
                     if nbytes <= record.nbytes:
                         yield piece
         except NotFoundError:
-            raise CorruptChunkError(f"shard {name} is missing in {self._source.url}; export it again") from None
+            raise _missing_in(self._source, name) from None
         if (found := state.hexdigest()) != record.digest:
             raise CorruptChunkError(
                 f"shard {name} in {self._source.url} is damaged: expected sha256 {record.digest[:12]} of "
@@ -225,6 +231,10 @@ def _missing(target: Repository, records: Sequence[ShardRecord]) -> list[ShardRe
         if found != record.nbytes:
             raise _wrong_size(target, record, found)
     return [record for record in records if shard_name(record.digest) not in there]
+
+
+def _missing_in(source: Repository, name: str) -> CorruptChunkError:
+    return CorruptChunkError(f"shard {name} is missing in {source.url}; export it again")
 
 
 def _wrong_size(repository: Repository, record: ShardRecord, found: int) -> CorruptChunkError:

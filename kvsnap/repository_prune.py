@@ -192,7 +192,7 @@ class _Prune:
     def _needed(self, lists: list[GcList]) -> _Needed:
         """What must stay."""
         repository = self._repository
-        named = {repository.ref(name).snapshot for name in repository.ref_names()}
+        named = {ref.snapshot for ref in repository.refs().values()}
         removed = removed_snapshots(lists)
         names: set[str] = set()
         snapshots = set()
@@ -219,7 +219,7 @@ class _Prune:
     def _retire(self, untagged_s: float, lists: list[GcList]) -> None:
         """Remove the snapshots that nobody has a name for."""
         repository = self._repository
-        refs = [repository.ref(name) for name in repository.ref_names()]
+        refs = repository.refs().values()
         named = {ref.snapshot for ref in refs} | {ref.previous for ref in refs}
         removed = removed_snapshots(lists)
         now = self._storage.now()
@@ -291,12 +291,12 @@ class _Prune:
         self._report.deleted_bytes += sum(objects.values())
 
     def _delete(self, names: list[str]) -> None:
-        """Delete while the lease is surely held."""
+        """Delete while the lease is surely held, which is looked at before each try."""
+        lease = self._lease
+        assert lease is not None
 
         def delete(name: str) -> None:
-            assert self._lease is not None
-            self._lease.check()
-            self._storage.delete(name)
+            self._storage.delete_while(name, lease.check)
 
         with ThreadPoolExecutor(THREADS, "kvsnap-prune", initializer=widen_affinity) as pool:
             for _ in pool.map(delete, names):

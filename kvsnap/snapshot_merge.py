@@ -21,7 +21,7 @@ from kvsnap.identity import differing_fields
 from kvsnap.keys import ChunkKey
 from kvsnap.manifest import CatalogRecord, Digest, Manifest, ShardRecord, Totals
 from kvsnap.plan import choose_shards, heat_order
-from kvsnap.refs import keep_snapshot, publish_ref
+from kvsnap.refs import keep_snapshots, publish_ref
 from kvsnap.repository import Repository, manifest_name, now_text, ref_name
 from kvsnap.storage import Storage
 from kvsnap.writing import WriteSession, publish_snapshot, under_lease
@@ -53,7 +53,7 @@ def merge_snapshots(
     Raises:
         ConfigError: fewer than two snapshots.
         IncompatibleError: they are of different models, layouts or chunk sizes; `fields` says which differ.
-        CorruptChunkError: one of them is damaged, or they contradict each other.
+        CorruptChunkError: one of them is damaged, a part of one is gone, or they contradict each other.
         NotFoundError: no such repository or snapshot.
     """
     if tag is not None:
@@ -69,8 +69,7 @@ def _merge(repository: Repository, session: WriteSession, refs: Sequence[str], t
     manifests = [repository.manifest(part) for part in parts]
     for ref, manifest in zip(refs, manifests, strict=False):
         _check_same(refs[0], manifests[0], ref, manifest)
-    for part, manifest in zip(parts, manifests, strict=True):
-        keep_snapshot(repository, session, part, manifest)
+    keep_snapshots(repository, session, dict(zip(parts, manifests, strict=True)))
     shards, catalog = join_catalogs([(manifest.shards, repository.catalog(manifest)) for manifest in manifests])
     inner = set(catalog.parent_row.tolist())
     totals = Totals(
@@ -96,7 +95,8 @@ def _merge(repository: Repository, session: WriteSession, refs: Sequence[str], t
         )
         snapshot = publish_snapshot(repository, session, catalog=data, manifest=manifest.encode())
     if tag is not None:
-        keep_snapshot(repository, session, snapshot, repository.manifest(snapshot))
+        if not is_new:
+            keep_snapshots(repository, session, {snapshot: repository.manifest(snapshot)})
         publish_ref(repository, session, tag, snapshot)
     return MergeReport(
         snapshot=snapshot,

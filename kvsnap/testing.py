@@ -30,7 +30,7 @@ WRONG_NAMES = (
     "", "/", "/etc/passwd", "..", "../x", "a/../x", "a//b", "a/", ".x", "a/.x", "a\\b", "a\0b", "a\n", "ä", "a b",
     "x" * 300, "/".join("a" * 20),
 )  # fmt: skip
-"""Names that every storage refuses (D17)."""
+"""Names that every storage refuses: they would lead out of it, or mean another file elsewhere."""
 
 
 class StorageSuite:
@@ -135,7 +135,7 @@ class StorageSuite:
             assert reader.readinto(memoryview(bytearray(4))) == 0
 
     def test_one_of_many_racing_writers_wins(self, storage: Storage) -> None:
-        """D09: the object is one writer's, whole; all others are told."""
+        """The object is one writer's, whole; all others are told."""
         won = _race(lambda i: storage.put_if_absent("shards/aa/x", bytes([i]) * 100_000))
 
         assert len(won) == 1
@@ -249,8 +249,22 @@ class StorageSuite:
         assert storage.delete("a/x") is True
         assert list(storage.list("")) == []
 
+    def test_deletes_only_while_it_may(self, storage: Storage) -> None:
+        """A prune whose lease is over must not go on."""
+
+        def refuse() -> None:
+            raise CorruptChunkError("not any more")
+
+        storage.put_if_absent("a/x", b"")
+        with pytest.raises(CorruptChunkError, match="not any more"):
+            storage.delete_while("a/x", refuse)
+        assert storage.head("a/x").nbytes == 0
+
+        assert storage.delete_while("a/x", lambda: None) is True
+        assert list(storage.list("")) == []
+
     def test_too_large_an_object_is_refused(self, storage: Storage) -> None:
-        """D18: sizes are compared before anything is allocated."""
+        """Sizes are compared before anything is allocated."""
         storage.put_if_absent("x", b"123456")
 
         with pytest.raises(CorruptChunkError, match="at most 5"):
@@ -259,7 +273,7 @@ class StorageSuite:
             storage.get_versioned("x", max_bytes=5)
 
     def test_names_are_plain(self, storage: Storage) -> None:
-        """D17"""
+        """What a stranger's manifest names must not lead out of the repository."""
         calls: tuple[Callable[[str], object], ...] = (
             lambda name: storage.put(name, b""),
             lambda name: storage.put_if_absent(name, b""),

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from kvsnap.direct_io import FileReader
-from kvsnap.errors import CorruptChunkError, NotFoundError
+from kvsnap.errors import CorruptChunkError, NotFoundError, StorageError
 from kvsnap.keys import ChunkKey
 from kvsnap.known import KnownChunks, StoredShard
 from kvsnap.local_shards import LocalShard, open_shard
@@ -88,8 +88,8 @@ class Uploader:
 
         Raises:
             NotFoundError: it has vanished from the cache directory.
-            CorruptChunkError: it is damaged there; the message names the chunk. Nothing was stored.
-            StorageError: it can't be read, or the repository failed.
+            CorruptChunkError: it is damaged there (the message names the chunk) or can't be read. Nothing was stored.
+            StorageError: the repository failed.
         """
         if isinstance(source, StoredShard):
             blake3 = {entry.key: self._known.blake3(entry.key) for entry in wanted}
@@ -155,8 +155,12 @@ class _Source:
 
     def _pieces(self, hash_with: Callable[[memoryview], None] | None) -> Iterator[memoryview]:
         path = self._shard.path
-        with open_shard(path) as fd:
-            yield from pieces(FileReader(fd, str(path)), limit=self._shard.header.file_bytes, hash_with=hash_with)
+        try:
+            with open_shard(path) as fd:
+                reader = FileReader(fd, f"shard {path}")
+                yield from pieces(reader, limit=self._shard.header.file_bytes, hash_with=hash_with)
+        except StorageError as error:  # of this disk; the storage that asks for the pieces would take it for its own
+            raise CorruptChunkError(f"{error}; it is left out") from error
 
     def name(self) -> str:
         """Name of the object, after a whole pass; checks what came by."""

@@ -104,6 +104,16 @@ class Task(threading.Thread):
         return self._result
 
 
+def removing(storage: Storage, name: str) -> Callable[[str, str], None]:
+    """What a `StoppingStorage` calls: an object is listed, and gone when it is asked for."""
+
+    def before(operation: str, asked_for: str) -> None:
+        if asked_for == name:
+            storage.delete(name)
+
+    return before
+
+
 def names_in(storage: Storage, prefix: str = "") -> list[str]:
     return [info.name for info in storage.list(prefix)]
 

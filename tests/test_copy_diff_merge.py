@@ -9,7 +9,7 @@ import pytest
 
 from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, NotFoundError, StorageError
 from kvsnap.namespace import Namespace
-from kvsnap.refs import remove
+from kvsnap.refs import remove, tag_snapshot
 from kvsnap.repository import Repository
 from kvsnap.repository_copy import copy_snapshots
 from kvsnap.repository_prune import prune_repository
@@ -19,11 +19,28 @@ from kvsnap.snapshot_export import ExportReport, export_snapshot
 from kvsnap.snapshot_import import import_snapshot
 from kvsnap.snapshot_merge import merge_snapshots
 from kvsnap.storage import LocalStorage, MemoryStorage, Storage
-from kvsnap.testing import Fault, FaultyStorage, Rule
+from kvsnap.testing import Call, Fault, FaultyStorage, Rule
 from kvsnap.verify import verify_snapshot
 from tests.disk_fakes import make_namespace
-from tests.repository_fakes import Gate, StoppingStorage, Task, TimedStorage, check_whole, content_of, names_in
+from tests.repository_fakes import (
+    Gate,
+    StoppingStorage,
+    Task,
+    TimedStorage,
+    check_whole,
+    content_of,
+    names_in,
+    reachable,
+    removing,
+)
 from tests.snapshot_fakes import chain, chunks_at, prompt, store
+
+
+class OneStore(MemoryStorage):
+    """Copies by itself, as S3 does."""
+
+    def copy_from(self, source: Storage, name: str, *, nbytes: int) -> bool | None:
+        return self.put_if_absent(name, source.get(name, max_bytes=nbytes))
 
 
 @pytest.fixture
@@ -129,15 +146,37 @@ class TestCopy:
         assert not (tmp_path / "target").exists()
 
     def test_the_store_does_it_where_it_can(self, storage: TimedStorage, exported: ExportReport) -> None:
-        class OneStore(MemoryStorage):
-            def copy_from(self, source: Storage, name: str) -> bool | None:
-                return self.put_if_absent(name, source.get(name, max_bytes=1 << 30))
-
         target = OneStore()
 
         report = copy_snapshots(storage, target)
 
         assert report.server_side_shards == 2
+        assert check_whole(target) == {exported.snapshot}
+
+    @pytest.mark.parametrize("kind", [MemoryStorage, OneStore])
+    def test_what_is_missing_in_the_source_is_damage_of_it(
+        self, storage: TimedStorage, exported: ExportReport, kind: type[MemoryStorage]
+    ) -> None:
+        target = kind()
+        for lost in ("shards/", "catalogs/"):
+            name = names_in(storage, lost)[0]
+            data = storage.get(name, max_bytes=1 << 30)
+            storage.delete(name)
+
+            with pytest.raises(CorruptChunkError, match=f"{name} is missing in memory"):
+                copy_snapshots(storage, target)
+            assert name not in names_in(target)
+            assert check_whole(target) == set()
+            storage.put(name, data)
+
+    def test_a_ref_that_is_removed_meanwhile_is_left_out(self, storage: TimedStorage, exported: ExportReport) -> None:
+        tag_snapshot(storage, "prod", "gone")
+        source, target = StoppingStorage(storage), MemoryStorage()
+        source.before = removing(storage, "refs/gone.json")
+
+        report = copy_snapshots(source, target)
+
+        assert report.refs == ("prod",)
         assert check_whole(target) == {exported.snapshot}
 
     def test_a_prune_of_the_target_takes_nothing_meanwhile(self, storage: TimedStorage, exported: ExportReport) -> None:
@@ -283,3 +322,28 @@ class TestMerge:
         assert raised.value.fields == ("identity_tag",)
         with pytest.raises(ConfigError):
             merge_snapshots(storage, ["part-1"])
+
+    @pytest.mark.parametrize("kind", ["shards/", "catalogs/"])
+    def test_parts_that_lack_something_are_refused(
+        self, storage: TimedStorage, parts: tuple[Namespace, list[ExportReport]], kind: str
+    ) -> None:
+        """What is published is whole (invariant 3), and prune keeps nothing for what isn't."""
+        _, reports = parts
+        lost = next(name for name in reachable(storage, reports[0].snapshot) if name.startswith(kind))
+        storage.delete(lost)
+        before = content_of(storage)
+
+        with pytest.raises(CorruptChunkError, match=f"{lost} is missing in memory; export it again"):
+            merge_snapshots(storage, ["part-1", "part-2"], tag="all")
+
+        assert content_of(storage) == before
+
+    def test_looks_once_whatever_is_merged(
+        self, storage: TimedStorage, parts: tuple[Namespace, list[ExportReport]]
+    ) -> None:
+        counting = FaultyStorage(storage)
+
+        merge_snapshots(counting, ["part-1", "part-2", "part-3"], tag="all")
+
+        assert counting.calls.count(Call("list", "shards/")) == 1
+        assert not [call for call in counting.calls if call.operation == "head" and call.name.startswith("shards/")]

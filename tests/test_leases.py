@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 
 import pytest
@@ -21,9 +22,11 @@ from kvsnap.leases import (
     read_leases,
     swap,
 )
-from kvsnap.storage import MemoryStorage
+from kvsnap.rounds import Stop
+from kvsnap.storage import MemoryStorage, RetryStorage
 from kvsnap.testing import Fault, FaultyStorage, Rule
 from tests.repository_fakes import MAX, TimedStorage, names_in
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -144,6 +147,26 @@ class TestHolder:
                 time.sleep(0.01)
 
             assert storage.get(name, max_bytes=MAX) != first
+
+    def test_a_heart_that_waits_for_another_try_ends_quietly_when_somebody_says_stop(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """SIGTERM while the store is busy: no traceback of a thread of ours on the terminal."""
+        monkeypatch.setattr(leases, "_HEARTBEAT", 0.0001)
+        noise: list[threading.ExceptHookArgs] = []
+        monkeypatch.setattr(threading, "excepthook", noise.append)
+        stop = Stop()
+        faulty = FaultyStorage(MemoryStorage())
+        lease = Lease.acquire(RetryStorage(faulty, sleep=stop.sleep), "export")
+        faulty.rules = [Rule(fault=Fault.SLOW_DOWN, operation="put_if_match", times=None)]
+
+        stop.set()
+        with lease:
+            wait_for(lambda: "kvsnap-lease" not in {thread.name for thread in threading.enumerate()})
+
+        assert noise == []
+        assert [fault for _, fault in faulty.faults] == [Fault.SLOW_DOWN]
+        assert names_in(faulty.inner) == []
 
     @pytest.mark.parametrize("fault", [Fault.ERROR_AFTER, Fault.DROP, Fault.DUPLICATE])
     def test_a_renewal_whose_answer_is_lost_is_one(self, storage: TimedStorage, fault: Fault) -> None:

@@ -21,7 +21,7 @@ from kvsnap.repository import MARKER_NAME, Repository
 from kvsnap.repository_prune import GRACE_S, PruneReport, prune_repository
 from kvsnap.snapshot_export import ExportReport, export_snapshot
 from kvsnap.snapshot_import import import_snapshot
-from kvsnap.storage import Capabilities, LocalStorage
+from kvsnap.storage import Capabilities, LocalStorage, RetryStorage
 from kvsnap.testing import Fault, FaultyStorage, Rule
 from kvsnap.verify import verify_snapshot
 from kvsnap.writing import WriteSession
@@ -36,6 +36,7 @@ from tests.repository_fakes import (
     content_of,
     names_in,
     reachable,
+    removing,
 )
 from tests.snapshot_fakes import chain, prompt, store
 
@@ -366,6 +367,20 @@ class TestRaces:
         assert prune_repository(storage, grace_s=0).num_snapshots == 1
         assert len(check_whole(storage)) == 1
 
+    @pytest.mark.parametrize("untagged_s", [None, 1000.0])
+    def test_a_ref_that_is_removed_meanwhile_names_nothing(
+        self, storage: TimedStorage, exported: ExportReport, untagged_s: float | None
+    ) -> None:
+        """Listed, and gone when it is read: no reason to stop."""
+        tag_snapshot(storage, "prod", "gone")
+        stopping = StoppingStorage(storage)
+        stopping.before = removing(storage, "refs/gone.json")
+
+        report = prune_repository(stopping, untagged_s=untagged_s)
+
+        assert (report.num_snapshots, Repository(storage).ref_names()) == (1, ["prod"])
+        assert check_whole(storage) == {exported.snapshot}
+
     def test_a_prune_goes_on_where_one_died(self, storage: TimedStorage, exported: ExportReport) -> None:
         storage.put(STRAY, b"stray")
         faulty = FaultyStorage(storage, [Rule(fault=Fault.ERROR_BEFORE, operation="delete", name="shards/*")])
@@ -392,6 +407,21 @@ class TestRaces:
 
         with pytest.raises(LeaseLostError):
             prune_repository(stopping, grace_s=0)
+        assert STRAY in names_in(storage)
+
+    def test_a_delete_is_not_tried_again_once_the_lease_is_over(
+        self, storage: TimedStorage, exported: ExportReport, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The store is busy for so long that somebody may rely on the shard meanwhile."""
+        storage.put(STRAY, b"stray")
+        busy = FaultyStorage(storage, [Rule(fault=Fault.SLOW_DOWN, operation="delete", name="shards/*")])
+        clock = leases._clock
+
+        def sleep(seconds: float) -> None:
+            monkeypatch.setattr(leases, "_clock", lambda: clock() + 1000)
+
+        with pytest.raises(LeaseLostError):
+            prune_repository(RetryStorage(busy, sleep=sleep), grace_s=0)
         assert STRAY in names_in(storage)
 
     def test_an_export_that_slept_looks_again(

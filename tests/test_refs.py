@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from kvsnap.manifest import Digest
 from kvsnap.refs import RefMovedError, move_ref, ref_history, remove, roll_back, tag_snapshot
 from kvsnap.repository import MAX_HISTORY, Repository
 from kvsnap.repository_prune import prune_repository
+from kvsnap.signing import Signature, read_signatures, store_signature
 from kvsnap.snapshot_export import export_snapshot
 from kvsnap.storage import LocalStorage, Storage
 from kvsnap.testing import Fault, FaultyStorage, Rule
 from tests.disk_fakes import make_namespace
-from tests.repository_fakes import Task, TimedStorage, check_whole, names_in
+from tests.repository_fakes import Gate, StoppingStorage, Task, TimedStorage, check_whole, names_in, reachable
 from tests.snapshot_fakes import chain, prompt, store
 
 IDS = [Digest(f"{i:064x}") for i in range(300)]
@@ -159,6 +161,54 @@ class TestTag:
         with pytest.raises(CorruptChunkError, match="a prune has deleted"):
             tag_snapshot(storage, snapshots[2], "late")
         assert Repository(storage).ref_names() == ["keep"]
+
+    @pytest.mark.parametrize(
+        ("kind", "data", "problem"),
+        [
+            ("shards/", None, "is missing in memory; export it again"),
+            ("catalogs/", None, "is missing in memory; export it again"),
+            ("shards/", b"short", r"is damaged: expected \d+ bytes, found 5; delete it and export it again"),
+            ("catalogs/", b"short", r"is damaged: expected \d+ bytes, found 5; delete it and export it again"),
+        ],
+    )
+    def test_a_snapshot_that_lacks_something_is_refused(
+        self, storage: TimedStorage, snapshots: list[Digest], kind: str, data: bytes | None, problem: str
+    ) -> None:
+        """A ref that names it would stop every replica that starts."""
+        tag_snapshot(storage, snapshots[0], "prod")
+        tag_snapshot(storage, snapshots[1], "prod")
+        lost = next(name for name in reachable(storage, snapshots[0]) if name.startswith(kind))
+        storage.delete(lost)
+        if data is not None:
+            storage.put(lost, data)
+
+        acts: tuple[Callable[[], object], ...] = (
+            lambda: tag_snapshot(storage, snapshots[0], "prod"),
+            lambda: tag_snapshot(storage, snapshots[0], "other"),
+            lambda: roll_back(storage, "prod"),
+        )
+        for act in acts:
+            with pytest.raises(CorruptChunkError, match=f"snapshot {snapshots[0][:12]} .*{lost} {problem}"):
+                act()
+        assert Repository(storage).ref("prod").snapshot == snapshots[1]
+        assert Repository(storage).ref_names() == ["prod"]
+
+    def test_keeps_the_signature_too(self, storage: TimedStorage, snapshots: list[Digest]) -> None:
+        """A prune has just looked what is needed when the snapshot comes back."""
+        signature = Signature(key="1" * 64, signature="2" * 128)
+        store_signature(storage, snapshots[0], signature)
+        remove(storage, snapshots[0])
+        prune_repository(storage)
+        stopping = StoppingStorage(storage)
+        stopping.before = gate = Gate(lambda operation, name: operation == "put_if_match" and name.startswith("gc/"))
+        prune = Task(lambda: prune_repository(stopping, grace_s=0))
+
+        with gate.reached():
+            tag_snapshot(storage, snapshots[0], "back")
+        prune.result()
+
+        assert snapshots[0] in check_whole(storage)
+        assert read_signatures(storage, snapshots[0]) == [signature]
 
 
 class TestRemove:

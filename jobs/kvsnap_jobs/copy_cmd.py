@@ -7,6 +7,7 @@ import click
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.repository import split_snapshot_url
 from kvsnap.repository_copy import THREADS, copy_snapshots
+from kvsnap.storage.s3_options import MAX_THREADS
 from kvsnap_jobs.options import REPOSITORY_URL, TAG, json_option
 from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
 from kvsnap_jobs.repository_options import dry_run_option, single_writer_option
@@ -17,8 +18,9 @@ from kvsnap_jobs.repository_options import dry_run_option, single_writer_option
 @click.argument("target", metavar="URL", type=REPOSITORY_URL)
 @click.option("--tag", metavar="NAME", type=TAG, help="Ref of the target that names the snapshot afterwards.")
 @click.option(
-    "--threads", metavar="N", type=click.IntRange(1, 64), default=THREADS, show_default=True, help="Shards at once."
-)
+    "--threads", metavar="N", type=click.IntRange(1, MAX_THREADS), default=THREADS, show_default=True,
+    help="Shards at once.",
+)  # fmt: skip
 @dry_run_option
 @single_writer_option
 @json_option
@@ -36,7 +38,7 @@ def copy(
       0  copied
       1  it could not be copied (no such snapshot, no access, a storage failed)
       2  wrong usage
-      3  an object is damaged in the source, or another lies under its name in the target
+      3  an object is damaged or missing in the source, or another lies under its name in the target
     """
     url, ref = split_snapshot_url(source)
     if tag is not None and ref is None:

@@ -28,7 +28,7 @@ def merge(first: tuple[str, str], others: tuple[str, ...], tag: str | None, sing
       0  merged (or such a snapshot was there)
       1  it could not be merged (no such snapshot, no access)
       2  wrong usage
-      3  they are of different models or layouts (what differs is named), or one is damaged
+      3  they are of different models or layouts (what differs is named), or one is damaged or lacks a part
     """
     url, ref = first
     refs = [ref]

@@ -211,6 +211,11 @@ class Storage(ABC):
     def delete(self, name: str) -> bool:
         """Remove `name`; False when it was not there."""
 
+    def delete_while(self, name: str, check: Callable[[], None]) -> bool:
+        """`delete`; right before each try `check` is called, which raises if it must not happen any more."""
+        check()
+        return self.delete(name)
+
     @abstractmethod
     def capabilities(self) -> Capabilities:
         """What this storage is taken to do: what `use` said, else the best."""
@@ -228,11 +233,15 @@ class Storage(ABC):
         """Whether a write to the free name `name` with a wrong checksum is refused. May leave something there."""
         return False
 
-    def copy_from(self, source: Storage, name: str) -> bool | None:
-        """Copy `name` from `source`, inside the store that holds both, if it is absent here.
+    def copy_from(self, source: Storage, name: str, *, nbytes: int) -> bool | None:
+        """Copy `name`, of `nbytes` bytes, from `source`, inside the store that holds both, if it is absent here.
 
         Returns:
             None when they don't share a store that can do this; False when the name is taken.
+
+        Raises:
+            NotFoundError: `source` doesn't have it.
+            CorruptChunkError: it has another size in `source`. Nothing was copied.
         """
         return None
 

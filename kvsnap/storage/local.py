@@ -208,7 +208,7 @@ class LocalStorage(Storage):
         """Keep other writers that replace or delete out."""
         self.root.mkdir(parents=True, exist_ok=True)
         path = self.root / LOCK_NAME
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        fd = _open_lock(path)
         try:
             deadline = time.monotonic() + LOCK_TIMEOUT_S
             while True:
@@ -282,6 +282,15 @@ def _translate(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{what}: {error}") from error
+
+
+def _open_lock(path: Path) -> int:
+    """The lock file, made if it isn't there; only to read where another user made it, which is enough for a lock."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        return os.open(path, flags | os.O_RDONLY)
 
 
 def _set_direct(fd: int, direct: bool) -> None:

@@ -109,12 +109,15 @@ class RetryStorage(WrapperStorage):
         return self._call(operation, name, attempt)
 
     def delete(self, name: str) -> bool:
+        return self.delete_while(name, lambda: None)
+
+    def delete_while(self, name: str, check: Callable[[], None]) -> bool:
         failed = False
 
         def attempt() -> bool:
             nonlocal failed
             try:
-                return self.inner.delete(name) or failed
+                return self.inner.delete_while(name, check) or failed
             except StorageError:
                 failed = True
                 raise
@@ -123,12 +126,12 @@ class RetryStorage(WrapperStorage):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         attempts = _Attempts(self)
-        last = ""
+        told: set[str] = set()
         while True:
             try:
                 for info in self.inner.list(prefix):
-                    if info.name > last:
-                        last = info.name
+                    if info.name not in told:
+                        told.add(info.name)
                         yield info
                 return
             except StorageError as error:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from kvsnap.errors import CorruptChunkError, NotFoundError, StorageError
@@ -42,6 +45,9 @@ UPLOAD_MAX_AGE_S = 86400.0
 """A multipart upload that began longer ago is taken for dead."""
 MAX_PARTS = 10_000
 MAX_COPY_BYTES = 5 * GIB
+
+_IN_PARTS = re.compile(r"(?:shards/[0-9a-f]{2}|catalogs|manifests)/[0-9a-f]{64}\.[a-z]+", re.ASCII)
+"""What kvsnap may have begun to upload: under an own prefix, or none, others upload too."""
 
 
 class S3Storage(Storage):
@@ -156,22 +162,26 @@ class S3Storage(Storage):
         return ObjectInfo(name=name, nbytes=int(found["ContentLength"]), modified=found["LastModified"].timestamp())
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Sorted here: not every store keeps to S3's order, and prune and retries rely on it."""
+        """A request per page, when it is asked for. From where a store doesn't keep to S3's order, all at once."""
         if prefix:
             validate_name(prefix.removesuffix("/"))
-        start = self.location.prefix
-        found = []
-        for page in self._pages("list_objects_v2", prefix):
-            for entry in page.get("Contents", ()):
-                name = str(entry["Key"]).removeprefix(start)
-                if is_valid_name(name) and str(entry["Key"]) == start + name:
-                    modified = entry["LastModified"].timestamp()
-                    found.append(ObjectInfo(name=name, nbytes=int(entry["Size"]), modified=modified))
-        yield from sorted(found, key=lambda info: info.name)
+        last = ""
+        pages = self._listed(prefix)
+        for page in pages:
+            names = [last, *(info.name for info in page)]
+            if names != sorted(names):
+                yield from sorted(chain(page, chain.from_iterable(pages)), key=attrgetter("name"))
+                return
+            yield from page
+            last = names[-1]
 
     def delete(self, name: str) -> bool:
+        return self.delete_while(name, lambda: None)
+
+    def delete_while(self, name: str, check: Callable[[], None]) -> bool:
         if not self._exists(name):
             return False
+        check()
         with self._edge(name):
             self._s3().delete_object(Bucket=self._bucket, Key=self._key(name))
         return True
@@ -202,13 +212,15 @@ class S3Storage(Storage):
                 raise
         return False
 
-    def copy_from(self, source: Storage, name: str) -> bool | None:
-        if not isinstance(source, S3Storage) or source._endpoint() != self._endpoint():
-            return None
-        if source.head(name).nbytes > MAX_COPY_BYTES:
+    def copy_from(self, source: Storage, name: str, *, nbytes: int) -> bool | None:
+        if not isinstance(source, S3Storage) or source._endpoint() != self._endpoint() or nbytes > MAX_COPY_BYTES:
             return None
         if self._exists(name):
             return False
+        if (found := source.head(name).nbytes) != nbytes:
+            raise CorruptChunkError(
+                f"{source._what(name)} is damaged: expected {nbytes} bytes, found {found}; export it again"
+            )
         origin = {"Bucket": source.location.bucket, "Key": source._key(name)}
         arguments = {"ChecksumAlgorithm": "SHA256"} | self.options.encryption()
         try:
@@ -224,12 +236,14 @@ class S3Storage(Storage):
         return not answer.get("Contents")
 
     def sweep(self, *, dry_run: bool = False) -> int:
-        """Abort multipart uploads that began more than a day ago, by the store's clock."""
+        """Abort kvsnap's multipart uploads that began more than a day ago, by the store's clock."""
         swept = 0
         oldest: float | None = None
         try:
             for page in self._pages("list_multipart_uploads", ""):
                 for upload in page.get("Uploads", ()):
+                    if not _IN_PARTS.fullmatch(str(upload["Key"]).removeprefix(self.location.prefix)):
+                        continue
                     if oldest is None:
                         oldest = self.now() - UPLOAD_MAX_AGE_S
                     if upload["Initiated"].timestamp() < oldest:
@@ -367,6 +381,18 @@ class S3Storage(Storage):
     def _abort(self, key: str, upload_id: str) -> None:
         with suppress(StorageError, NotFoundError), self._edge(""):
             self._s3().abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload_id)
+
+    def _listed(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        """The pages of a listing."""
+        start = self.location.prefix
+        for page in self._pages("list_objects_v2", prefix):
+            found = []
+            for entry in page.get("Contents", ()):
+                name = str(entry["Key"]).removeprefix(start)
+                if is_valid_name(name) and str(entry["Key"]) == start + name:
+                    modified = entry["LastModified"].timestamp()
+                    found.append(ObjectInfo(name=name, nbytes=int(entry["Size"]), modified=modified))
+            yield found
 
     def _pages(self, operation: str, prefix: str) -> Iterator[Mapping[str, Any]]:
         with self._edge(prefix):

@@ -19,6 +19,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 MIN_RATE = 64 << 10
 """Slower, and stores take the silence for a dead client."""
+MAX_THREADS = 64
+"""Most shards at once that a command may be told to move."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", re.ASCII)
 _URL_KEYS = ("endpoint", "region", "profile", "addressing", "sse", "kms_key", "max_rate")
@@ -40,7 +42,7 @@ class S3Options:
     """Encryption at rest asked for with each write: `AES256` (SSE-S3) or `aws:kms`; by default the bucket's."""
     kms_key: str | None = None
     """Key id or ARN for `aws:kms`; by default the account's."""
-    threads: int = 32
+    threads: int = MAX_THREADS
     """Most requests at a time that find a connection waiting."""
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 30.0

@@ -62,6 +62,9 @@ class WrapperStorage(Storage):
     def delete(self, name: str) -> bool:
         return self._call("delete", name, lambda: self.inner.delete(name))
 
+    def delete_while(self, name: str, check: Callable[[], None]) -> bool:
+        return self._call("delete", name, lambda: self.inner.delete_while(name, check))
+
     def capabilities(self) -> Capabilities:
         return self.inner.capabilities()
 
@@ -74,11 +77,11 @@ class WrapperStorage(Storage):
     def refuses_wrong_checksum(self, name: str) -> bool:
         return self._call("refuses_wrong_checksum", name, lambda: self.inner.refuses_wrong_checksum(name))
 
-    def copy_from(self, source: Storage, name: str) -> bool | None:
+    def copy_from(self, source: Storage, name: str, *, nbytes: int) -> bool | None:
         while isinstance(source, WrapperStorage):
             source = source.inner
         origin = source
-        return self._call("copy_from", name, lambda: self.inner.copy_from(origin, name))
+        return self._call("copy_from", name, lambda: self.inner.copy_from(origin, name, nbytes=nbytes))
 
     def is_empty(self) -> bool:
         return self._call("is_empty", "", self.inner.is_empty)

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from kvsnap.leases import PRUNE_LEASE, Lease
 from kvsnap.namespace import Namespace
 from kvsnap.storage import LocalStorage
-from kvsnap_jobs.cli import main
 from tests.disk_fakes import Snapshot, make_namespace
+from tests.jobs.command import run, run_json
 from tests.repository_fakes import check_whole
 from tests.snapshot_fakes import chain, prompt, store
-
-
-def run(*args: object, status: int = 0) -> Result:
-    result = CliRunner().invoke(main, [str(arg) for arg in args])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
-
-
-def run_json(*args: object, status: int = 0) -> Any:
-    return json.loads(run(*args, "--json", status=status).stdout)
 
 
 @pytest.fixture
@@ -154,3 +139,21 @@ def test_looking_changes_nothing(repo: Path, first: str, second: str) -> None:
     run("rm", f"{repo}@prod", "--dry-run", "--with-snapshot")
 
     assert Snapshot.of(repo) == before
+
+
+def test_a_snapshot_whose_shard_is_gone_is_damage(repo: Path, first: str, tmp_path: Path) -> None:
+    ns = make_namespace()
+    store(tmp_path / "part", ns, chain(ns, prompt(5, 128)))
+    run("export", "--cache-dir", tmp_path / "part", "--to", repo, "--tag", "part")
+    lost = run_json("show", f"{repo}@prod")["shards"][0]["digest"].removeprefix("sha256:")
+    (repo / "shards" / lost[:2] / f"{lost}.safetensors").unlink()
+
+    for command in (
+        ("tag", f"{repo}@prod", "next"),
+        ("merge", f"{repo}@prod", "@part", "--tag", "next"),
+        ("copy", f"{repo}@prod", tmp_path / "target", "--tag", "next"),
+    ):
+        assert f"{lost}.safetensors is missing in {repo}; export it again" in run(*command, status=3).stderr
+    assert run_json("list", repo)["problems"] == []
+    assert not list(repo.glob("refs/next*"))
+    assert not list(tmp_path.glob("target/*/*.json"))

@@ -51,6 +51,10 @@ class Settings:
     conditions: bool = True
     ranges: bool = True
     checksums: bool = True
+    keeps_order: bool = False
+    """Whether listings are in order, as those of AWS are."""
+    page_keys: int = 1000
+    """Objects in a page of a listing."""
     rate: float | None = None
     """Requests per second; above it 503 SlowDown."""
     troubles: list[Trouble] = field(default_factory=list)
@@ -206,15 +210,21 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(206, part, headers, cut=cut)
 
     def _list(self, query: dict[str, list[str]]) -> None:
-        prefix = query.get("prefix", [""])[0]
+        state, prefix = self.server.state, query.get("prefix", [""])[0]
+        found = [key for key in reversed(state.objects) if key.startswith(prefix)]
+        if state.settings.keeps_order:
+            found.sort()
+        start = int(query.get("continuation-token", ["0"])[0])
+        end = start + state.settings.page_keys
         entries = "".join(
             f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-10T20:48:33.000Z</LastModified>"
-            f"<ETag>{escape(etag(data))}</ETag><Size>{len(data)}</Size></Contents>"
-            for key, data in reversed(self.server.state.objects.items())
-            if key.startswith(prefix)
+            f"<ETag>{escape(etag(state.objects[key]))}</ETag><Size>{len(state.objects[key])}</Size></Contents>"
+            for key in found[start:end]
         )
+        is_cut = str(end < len(found)).lower()
+        more = f"<IsTruncated>{is_cut}</IsTruncated><NextContinuationToken>{end}</NextContinuationToken>"
         name = "ListMultipartUploadsResult" if "uploads" in query else "ListBucketResult"
-        text = f"<{name}><Name>{BUCKET}</Name><IsTruncated>false</IsTruncated>{entries}</{name}>"
+        text = f"<{name}><Name>{BUCKET}</Name>{more}{entries}</{name}>"
         self._answer(200, text.encode(), {"Content-Type": "application/xml"})
 
     def _error(self, status: int, code: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +112,40 @@ def test_a_held_lock_is_no_hang(storage: LocalStorage, monkeypatch: pytest.Monke
 
     assert time.monotonic() - started < 2
     assert storage.get("x", max_bytes=1) == b"1"
+    os.close(fd)
+
+
+def test_every_user_may_take_the_lock(storage: LocalStorage) -> None:
+    mask = os.umask(0)
+    try:
+        storage.put("x", b"1")
+    finally:
+        os.umask(mask)
+
+    assert stat.S_IMODE((storage.root / local.LOCK_NAME).stat().st_mode) == 0o666
+
+
+def test_who_may_only_read_the_lock_takes_it_all_the_same(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user made it, with the usual umask."""
+    storage.put("x", b"1")
+    opened = os.open
+
+    def open_as_another_user(path: str | Path, flags: int, *args: Any) -> int:
+        if str(path).endswith(local.LOCK_NAME) and flags & (os.O_RDWR | os.O_CREAT):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", open_as_another_user)
+    monkeypatch.setattr(local, "LOCK_TIMEOUT_S", 0.02)
+
+    storage.put("x", b"2")
+    assert storage.get("x", max_bytes=1) == b"2"
+    fd = opened(storage.root / local.LOCK_NAME, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(StorageError, match="was locked"):
+        storage.put("x", b"3")
     os.close(fd)
 
 

@@ -9,7 +9,16 @@ from contextlib import contextmanager
 import pytest
 
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError, StorageError
-from kvsnap.storage import MemoryStorage, Reader, RefusedError, RetryPolicy, RetryStorage, ShortReadError
+from kvsnap.leases import LeaseLostError
+from kvsnap.storage import (
+    MemoryStorage,
+    ObjectInfo,
+    Reader,
+    RefusedError,
+    RetryPolicy,
+    RetryStorage,
+    ShortReadError,
+)
 from kvsnap.storage.retry import is_permanent
 from kvsnap.storage.wrapper import WrapperStorage
 from kvsnap.testing import Call, Fault, FaultyStorage, Rule
@@ -186,3 +195,42 @@ def test_a_long_read_has_every_try_before_it_again_once_it_got_on() -> None:
 
     assert done == size
     assert storage.retries == 4
+
+
+def test_a_deletion_that_must_not_happen_any_more_is_not_tried_again() -> None:
+    """A prune's lease runs out between two tries."""
+    checks = 0
+
+    class Busy(MemoryStorage):
+        def delete(self, name: str) -> bool:
+            raise StorageError("503")
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 3:
+            raise LeaseLostError("the lease is lost")
+
+    storage = RetryStorage(Busy(), sleep=lambda seconds: None)
+
+    with pytest.raises(LeaseLostError):
+        storage.delete_while("x", check)
+    assert (checks, storage.retries) == (3, 2)
+
+
+def test_a_listing_that_breaks_off_names_everything_once() -> None:
+    class BreaksOnce(MemoryStorage):
+        is_broken = False
+
+        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            for number, info in enumerate(super().list(prefix)):
+                if number == 2 and not self.is_broken:
+                    self.is_broken = True
+                    raise StorageError("connection reset")
+                yield info
+
+    inner = BreaksOnce()
+    for name in "abcd":
+        inner.put(name, b"")
+
+    assert [info.name for info in RetryStorage(inner, sleep=lambda seconds: None).list("")] == list("abcd")

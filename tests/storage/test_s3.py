@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvsnap.errors import ConfigError, NotFoundError
+from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
 from kvsnap.storage import (
     RefusedError,
     RetryStorage,
@@ -28,6 +28,7 @@ from kvsnap.testing import StorageSuite
 pytest.importorskip("boto3")
 
 MIB = 1 << 20
+SHARD = "shards/00/" + "0" * 64 + ".safetensors"
 _prefixes = (f"p{i}/x" for i in itertools.count())
 
 
@@ -104,7 +105,7 @@ def test_parts_of_a_failed_upload_are_removed(s3: S3Storage) -> None:
 def test_sweep_aborts_uploads_that_are_a_day_old(s3: S3Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """D02: a killed exporter aborts nothing; and a fresh upload may be somebody's."""
     # moto gives all uploads one date, of 2010
-    raw(s3, "create_multipart_upload", "x")
+    raw(s3, "create_multipart_upload", SHARD)
     started = s3._s3().list_multipart_uploads(Bucket="kvsnap-test")["Uploads"][0]["Initiated"].timestamp()
     with monkeypatch.context() as patch:
         patch.setattr(s3, "now", lambda: started + 3600)
@@ -115,8 +116,20 @@ def test_sweep_aborts_uploads_that_are_a_day_old(s3: S3Storage, monkeypatch: pyt
     assert s3.sweep() == 0
 
 
+def test_sweep_leaves_uploads_of_others(s3: S3Storage) -> None:
+    """They may share the bucket, and without a prefix everything in it is below ours."""
+    names = ("photos/a.jpg", "x", "shards/notes.txt", f"old/{SHARD}", f"{SHARD}/x")
+    uploads = [raw(s3, "create_multipart_upload", name)["UploadId"] for name in names]
+
+    assert s3.sweep(dry_run=True) == 0
+    assert s3.sweep() == 0
+
+    for name, upload in zip(names, uploads, strict=True):
+        raw(s3, "abort_multipart_upload", name, UploadId=upload)
+
+
 @pytest.mark.parametrize(("query", "found"), [("sse=AES256", "AES256"), ("sse=aws:kms&kms_key=k1", "aws:kms")])
-def test_every_write_asks_for_encryption(endpoint: str, bucket: str, query: str, found: str) -> None:
+def test_every_write_asks_for_encryption(s3: S3Storage, endpoint: str, bucket: str, query: str, found: str) -> None:
     location, options = parse_s3_url(
         f"s3://{bucket}/{next(_prefixes)}?endpoint={endpoint}&{query}",
         {"single_put_bytes": 5 * MIB, "part_bytes": 5 * MIB},
@@ -129,8 +142,10 @@ def test_every_write_asks_for_encryption(endpoint: str, bucket: str, query: str,
     storage.put_if_match("put", b"2", storage.get_versioned("put", max_bytes=9).version)
     storage.put_known("parts", lambda: [data], nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     storage.put_known("known", lambda: [b"1"], nbytes=1, sha256=hashlib.sha256(b"1").hexdigest())
+    s3.put("copied", b"1")
+    storage.copy_from(s3, "copied", nbytes=1)
 
-    for name in ("put", "absent", "parts", "known"):
+    for name in ("put", "absent", "parts", "known", "copied"):
         assert raw(storage, "head_object", name)["ServerSideEncryption"] == found
     storage.close()
 
@@ -140,9 +155,24 @@ def test_copies_inside_the_store(s3: S3Storage, endpoint: str, bucket: str) -> N
     other = RetryStorage(S3Storage(location, options))
     s3.put_if_absent("x", b"123")
 
-    assert other.copy_from(RetryStorage(s3), "x") is True
-    assert other.copy_from(s3, "x") is False
+    assert other.copy_from(RetryStorage(s3), "x", nbytes=3) is True
+    assert other.copy_from(s3, "x", nbytes=3) is False
     assert other.get("x", max_bytes=3) == b"123"
+    other.close()
+
+
+def test_copies_nothing_of_another_size(s3: S3Storage, endpoint: str, bucket: str) -> None:
+    """A shard that is cut short must not get the name of the whole one; and it is the source that is to blame."""
+    location, options = parse_s3_url(f"s3://{bucket}/{next(_prefixes)}", {"endpoint": endpoint})
+    other = S3Storage(location, options)
+    s3.put_if_absent("x", b"123")
+
+    with pytest.raises(CorruptChunkError, match=rf"{s3.url}/x is damaged: expected 4 bytes, found 3"):
+        other.copy_from(s3, "x", nbytes=4)
+    with pytest.raises(NotFoundError, match=rf"{s3.url}/y"):
+        other.copy_from(s3, "y", nbytes=4)
+
+    assert other.is_empty()
     other.close()
 
 
@@ -187,6 +217,20 @@ def test_endpoint_from_the_environment(endpoint: str, bucket: str, monkeypatch: 
 
     assert storage.is_empty()
     storage.close()
+
+
+@pytest.mark.parametrize("name", ["AWS_REGION", "AWS_DEFAULT_REGION"])
+def test_region_from_the_environment(bucket: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The URL wins over it."""
+    monkeypatch.setenv(name, "eu-central-1")
+    found = []
+
+    for url in (f"s3://{bucket}/x", f"s3://{bucket}/x?region=eu-west-3"):
+        storage = S3Storage(*parse_s3_url(url))
+        found.append(storage._s3().meta.region_name)
+        storage.close()
+
+    assert found == ["eu-central-1", "eu-west-3"]
 
 
 def test_an_unknown_profile_is_a_wrong_configuration(bucket: str) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from kvsnap.namespace import Namespace
-from kvsnap.storage import open_storage
+from kvsnap.storage import S3Storage, open_storage, parse_s3_url
 from kvsnap_jobs.cli import main
 from tests.repository_fakes import check_whole, names_in, reachable
 from tests.snapshot_fakes import chain, chunks_at, prompt, store
@@ -126,6 +127,26 @@ class SomeCommands:
         assert whole(prefix) == {first}
         assert whole(bucket) == {first, second}
         server.run("verify", f"{bucket}@canary", "--read-data")
+
+    @pytest.mark.parametrize("is_cut", [True, False])
+    def test_copy_of_a_damaged_source_inside_the_store(
+        self, server: Server, url: str, first: str, is_cut: bool
+    ) -> None:
+        """Found before the store copies it under the name of the whole shard, where it would stay."""
+        storage, target = open_storage(url), server.url(bucket="second")
+        name = next(name for name in sorted(reachable(storage, first)) if name.startswith("shards/"))
+        spoil(server, url, name, storage.get(name, max_bytes=1 << 30)[:1000] if is_cut else None)
+
+        said = server.run("copy", f"{url}@prod", target, status=3).stderr.splitlines()[-1]
+
+        assert (f"{name} is damaged" if is_cut else f"{name} is missing") in said
+        assert storage.url in said
+        assert target.partition("?")[0] not in said
+        storage.close()
+        storage = open_storage(target)
+        assert name not in names_in(storage)
+        assert names_in(storage, "manifests/") == []
+        storage.close()
 
     def test_rm_and_prune(self, server: Server, url: str, first: str, second: str) -> None:
         assert "is named by canary" in server.run("rm", f"{url}@{second}", status=1).stderr
@@ -371,6 +392,16 @@ def new_key(path: Path) -> Path:
     )
     path.chmod(0o600)
     return path
+
+
+def test_there_are_as_many_connections_as_copy_has_threads(endpoint: str) -> None:
+    threads = next(param for param in main.commands["copy"].params if param.name == "threads").type
+    storage = S3Storage(*parse_s3_url(f"s3://first/x?endpoint={endpoint}"))
+
+    assert isinstance(threads, click.IntRange)
+    assert threads.max is not None
+    assert storage._s3().meta.config.max_pool_connections >= threads.max
+    storage.close()
 
 
 @pytest.fixture(scope="module")

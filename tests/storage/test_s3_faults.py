@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import pytest
 
@@ -275,3 +276,40 @@ def test_twenty_readers_of_a_store_with_a_limit() -> None:
         assert len(good) == 200
         assert state.refused > 0
         assert {request.method for request in state.requests} == {"GET"}
+
+
+class TestListing:
+    """By pages, however a store orders them."""
+
+    def test_asks_for_a_page_when_it_is_read(self, storage: Storage, store: FakeS3) -> None:
+        """Whoever wants only the start of a long listing doesn't wait, or pay, for the rest."""
+        store.settings.keeps_order, store.settings.page_keys = True, 3
+        store.objects = {f"p/shards/{i}": b"" for i in range(10)}
+
+        assert [info.name for info in islice(storage.list("shards/"), 6)] == [f"shards/{i}" for i in range(6)]
+
+        assert store.requests == [Request("GET", "")] * 2
+
+    def test_is_sorted_where_the_store_has_no_order(self, storage: Storage, store: FakeS3) -> None:
+        store.settings.page_keys = 3
+        store.objects = {f"p/{i}": b"" for i in range(10)}
+
+        assert [info.name for info in storage.list("")] == [str(i) for i in range(10)]
+
+    def test_loses_nothing_where_the_order_ends(self, storage: Storage, store: FakeS3) -> None:
+        """What a prune doesn't see of the manifests, it would take for unneeded."""
+        store.settings.page_keys = 3
+        store.objects = {f"p/{name}": b"" for name in reversed("bcdfeag")}
+
+        assert sorted(info.name for info in storage.list("")) == list("abcdefg")
+
+
+def test_a_deletion_is_checked_right_before_it_is_sent(storage: Storage, store: FakeS3) -> None:
+    """Not before the HEAD, which may take its time."""
+    store.objects["p/x"] = b"1"
+    before: list[list[str]] = []
+
+    storage.delete_while("x", lambda: before.append([request.method for request in store.requests]))
+
+    assert before == [["HEAD"]]
+    assert [request.method for request in store.requests] == ["HEAD", "DELETE"]

@@ -14,10 +14,10 @@ from kvsnap.namespace import Namespace
 from kvsnap.snapshot_export import export_snapshot
 from kvsnap.snapshot_import import import_snapshot
 from kvsnap.snapshot_sync import SnapshotSync
-from kvsnap.storage import RetryPolicy, S3Options, Storage, open_storage
+from kvsnap.storage import RetryPolicy, RetryStorage, S3Options, Storage, open_storage
 from tests.disk_fakes import make_namespace
-from tests.snapshot_fakes import chain, chunks_at, filled_cache, prompt, store
-from tests.storage.fake_s3 import BUCKET, FakeS3, Trouble, fake_s3
+from tests.snapshot_fakes import break_reads, chain, chunks_at, filled_cache, prompt, store
+from tests.storage.fake_s3 import BUCKET, FakeS3, Request, Trouble, fake_s3
 
 pytest.importorskip("boto3")
 
@@ -123,4 +123,39 @@ def test_an_export_that_breaks_off_is_finished_by_the_next(leader: Path, ns: Nam
     assert report.sent_shards == 0
     assert not sent
     assert report.num_shards == 4
+    storage.close()
+
+
+def test_a_disk_that_fails_is_not_the_stores_fault(
+    leader: Path, ns: Namespace, state: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashed well, unreadable when it is sent: left out at once, not tried again as if the store had failed."""
+    added = store(leader, ns, chain(ns, prompt(9, 128)))[0]
+    break_reads(monkeypatch, added.path, good_passes=1)
+    storage = opened(state)
+    assert isinstance(storage, RetryStorage)
+
+    report = export_snapshot(leader, storage, tag="prod")
+
+    assert (report.num_shards, storage.retries) == (4, 0)
+    assert len(report.damaged) == 1
+    assert f"shard {added.path} can't be read: " in report.damaged[0]
+    assert import_snapshot(storage, "prod", tmp_path / "other").num_chunks == report.num_chunks == 11
+    storage.close()
+
+
+def test_an_import_reads_no_more_of_the_listing_than_it_looks_at(
+    leader: Path, state: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = opened(state)
+    export_snapshot(leader, storage, tag="prod")
+    state.settings.keeps_order, state.settings.page_keys = True, 1
+    monkeypatch.setattr("kvsnap.snapshot_import.MAX_LISTED", 2)
+    state.requests.clear()
+
+    report = import_snapshot(storage, "prod", tmp_path / "other")
+
+    assert report.imported_shards == report.total_shards == 4
+    assert state.requests.count(Request("GET", "")) == 2
+    assert "HEAD" not in {request.method for request in state.requests}
     storage.close()
