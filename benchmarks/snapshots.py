@@ -127,27 +127,34 @@ def _import_round(root: Path, prepare: Callable[[list[Path]], None]) -> tuple[fl
 
 
 def measure_http(root: Path) -> None:
-    """Import over HTTP on loopback, against boto3's get_object."""
+    """Import over HTTP on loopback, against boto3's get_object, which keeps nothing: a slow disk shows in the ratio."""
     ratios, rows, per_shard = [], [], []
     for kind, make in KINDS.items():
         cache, repo = root / "cache", root / "repo"
-        nbytes = fill(cache, make(), chunks_for(make(), GIB))
+        nbytes = fill(cache, make(), chunks_for(make(), RATIO_BYTES))
         export_snapshot(cache, str(repo), tag="bench", flush=False)
         shutil.rmtree(cache)
         files = shard_files(repo)
         recall(files)
         with object_server(repo) as endpoint:
-            plain, ours, unchecked = [], [], []
+            plain, ours, unchecked, written = [], [], [], []
             for _ in range(ROUNDS):
                 plain.append(seconds(lambda: download(endpoint, repo, files)))  # noqa: B023
                 unchecked.append(seconds(lambda: download(endpoint, repo, files, checked=False)))  # noqa: B023
                 shutil.rmtree(root / "other", ignore_errors=True)
+                write = partial(write_like, folder=fresh(root / "plain"))
+                written.append(seconds(partial(in_parallel, write, files)))
+                fresh(root / "plain")
+                recall(files)
                 before = len(_log(endpoint))
                 url = f"s3://{BUCKET}/?endpoint={endpoint}"
                 ours.append(seconds(lambda: import_snapshot(url, "bench", root / "other")))  # noqa: B023
                 shards = [line for line in _log(endpoint)[before:] if " shards/" in line]
                 per_shard.append(len(shards) / len(files))
-        for name, times in (("get_object", plain), ("get_object, body not checked", unchecked), ("import", ours)):
+        for name, times in (
+            ("get_object", plain), ("get_object, body not checked", unchecked), ("write alone", written),
+            ("import", ours),
+        ):  # fmt: skip
             ratio = statistics.median(t / mine for t, mine in zip(times, ours, strict=True))
             rows.append((f"{name}, {kind}", f"{nbytes / GIB / statistics.median(times):.2f}", f"{1 / ratio:.2f}"))
         ratios.append(statistics.median(t / mine for t, mine in zip(plain, ours, strict=True)))

@@ -73,9 +73,11 @@ def translate(error: Exception, what: str, bucket: str, endpoint: str) -> Kvsnap
         return RefusedError(f"{what}: {error}; check bucket, region and endpoint")
     if kind in ("EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError"):
         return StorageError(f"{what}: {endpoint} can't be reached; check endpoint, network and proxy ({_short(error)})")
-    if kind in ("ReadTimeoutError", "ReadTimeout"):
+    if kind in ("ReadTimeoutError", "ReadTimeout", "TimeoutError"):
         return StorageError(f"{what}: {endpoint} did not answer in time ({_short(error)})")
-    if kind in ("ResponseStreamingError", "IncompleteReadError", "IncompleteRead", "ProtocolError"):
+    if kind in (
+        "ResponseStreamingError", "IncompleteReadError", "IncompleteRead", "ProtocolError", "ConnectionResetError",
+    ):  # fmt: skip
         return ShortReadError(f"{what}: the answer of {endpoint} broke off ({_short(error)})")
     return StorageError(f"{what}: {endpoint} failed: {_short(error)}")
 

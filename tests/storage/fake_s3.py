@@ -68,6 +68,7 @@ class FakeS3:
         self.settings = settings
         self.objects: dict[str, bytes] = {}
         self.requests: list[Request] = []
+        self.connections = 0
         self.refused = 0
         """Requests answered 503 for coming too fast."""
         self.stopped = threading.Event()
@@ -146,6 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
+        self.server.state.connections += 1
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def log_message(self, format: str, *args: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import random
 import threading
 import time
@@ -21,6 +22,7 @@ from kvsnap.storage import (
     Storage,
     open_storage,
     probe_storage,
+    s3_body,
 )
 from kvsnap.testing import StorageSuite
 from tests.storage.fake_s3 import BUCKET, FakeS3, Request, Trouble, fake_s3
@@ -313,3 +315,45 @@ def test_a_deletion_is_checked_right_before_it_is_sent(storage: Storage, store: 
 
     assert before == [["HEAD"]]
     assert [request.method for request in store.requests] == ["HEAD", "DELETE"]
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_bodies_are_read_by_few_connections(
+    store: FakeS3, storage: Storage, monkeypatch: pytest.MonkeyPatch, is_hidden: bool
+) -> None:
+    """Read to the end, a connection serves the next request; also with an SDK that hides its answer below its body."""
+    if is_hidden:
+        monkeypatch.setattr(s3_body, "_uncopied", lambda body: None)
+    data = random.Random(1).randbytes(300_000)
+    storage.put("a", data)
+    before = store.connections
+
+    for _ in range(5):
+        assert storage.get("a", max_bytes=len(data)) == data
+        with storage.open_read("a", offset=1000, nbytes=5000) as reader:
+            buffer = memoryview(bytearray(6000))
+            assert reader.readinto(buffer) == 5000
+            assert buffer[:5000] == data[1000:6000]
+
+    assert store.connections == before
+    with storage.open_read("a") as reader:
+        reader.readinto(memoryview(bytearray(10)))
+    assert storage.get("a", max_bytes=len(data)) == data
+    assert store.connections == before + 1  # what was left unread goes with its connection
+
+
+def test_the_sdks_answer_is_where_it_was(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If botocore or urllib3 move it, reading goes on, with a copy more: this says so."""
+    found: list[object] = []
+    uncopied = s3_body._uncopied
+
+    def seen(body: object) -> http.client.HTTPResponse | None:
+        found.append(uncopied(body))
+        return uncopied(body)
+
+    monkeypatch.setattr(s3_body, "_uncopied", seen)
+    storage.put("a", b"x" * 100)
+
+    storage.get("a", max_bytes=100)
+
+    assert [type(response) for response in found] == [http.client.HTTPResponse]
