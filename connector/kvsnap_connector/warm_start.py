@@ -146,8 +146,8 @@ class WarmStart:
         if begun.wait(seconds, lines):
             lines.end(*begun.loaded())
             return
-        if config.preload == "blocking":
-            self._log.info("kvsnap: preload: after %g s the rest follows in the background", config.preload_seconds)
+        if seconds > 0:
+            self._log.info("kvsnap: preload: not through after %.0f s, the rest follows in the background", seconds)
 
         def follow() -> None:
             begun.wait(float("inf"), lines)

@@ -8,9 +8,8 @@ from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.repository import split_snapshot_url
 from kvsnap.repository_copy import THREADS, copy_snapshots
 from kvsnap.storage.s3_options import MAX_THREADS
-from kvsnap_jobs.options import REPOSITORY_URL, TAG, json_option
+from kvsnap_jobs.options import REPOSITORY_URL, TAG, dry_run_option, json_option, single_writer_option
 from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
-from kvsnap_jobs.repository_options import dry_run_option, single_writer_option
 
 
 @click.command()

@@ -6,9 +6,8 @@ import click
 
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.snapshot_merge import merge_snapshots
-from kvsnap_jobs.options import SNAPSHOT_URL, TAG, json_option
+from kvsnap_jobs.options import SNAPSHOT_URL, TAG, json_option, single_writer_option
 from kvsnap_jobs.output import print_facts, print_json, size_text
-from kvsnap_jobs.repository_options import single_writer_option
 
 
 @click.command()

@@ -167,6 +167,20 @@ def namespace_option(function: F) -> F:
     )(function)
 
 
+def dry_run_option(function: F) -> F:
+    """`--dry-run`"""
+    return click.option("--dry-run", is_flag=True, help="Show what would be done; change nothing.")(function)
+
+
+def single_writer_option(function: F) -> F:
+    """`--single-writer`"""
+    return click.option(
+        "--single-writer",
+        is_flag=True,
+        help="Write although the store ignores conditional requests: you make sure that nobody else writes or prunes.",
+    )(function)
+
+
 def other_engines_option(function: F) -> F:
     """`--other-engines`"""
     return click.option(

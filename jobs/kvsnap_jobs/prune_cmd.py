@@ -8,10 +8,17 @@ import click
 from click.core import ParameterSource
 
 from kvsnap.cache_prune import CachePruneReport, prune_cache
-from kvsnap_jobs.options import AGE, EXIT_FAILED, REPOSITORY_URL, cache_dir_option, dram_dir_option, json_option
+from kvsnap_jobs.options import (
+    AGE,
+    EXIT_FAILED,
+    REPOSITORY_URL,
+    cache_dir_option,
+    dram_dir_option,
+    json_option,
+    single_writer_option,
+)
 from kvsnap_jobs.output import print_json, print_table, size_text, time_text
 from kvsnap_jobs.prune_repository_text import prune_url
-from kvsnap_jobs.repository_options import single_writer_option
 
 _OF_CACHES = ("unused_for_s", "dram_dir", "all_dram")
 _OF_REPOSITORIES = ("grace_s", "untagged_s", "single_writer")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import click
 
 from kvsnap.refs import remove
-from kvsnap_jobs.options import SNAPSHOT_URL, json_option
+from kvsnap_jobs.options import SNAPSHOT_URL, dry_run_option, json_option, single_writer_option
 from kvsnap_jobs.output import print_json, size_text
-from kvsnap_jobs.repository_options import dry_run_option, single_writer_option
 
 
 @click.command()

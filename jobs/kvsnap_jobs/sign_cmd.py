@@ -8,9 +8,8 @@ import click
 
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.signing import SigningKey, sign_snapshot
-from kvsnap_jobs.options import SNAPSHOT_URL, json_option
+from kvsnap_jobs.options import SNAPSHOT_URL, json_option, single_writer_option
 from kvsnap_jobs.output import print_facts, print_json
-from kvsnap_jobs.repository_options import single_writer_option
 from kvsnap_jobs.trust_options import signing_key_option
 
 

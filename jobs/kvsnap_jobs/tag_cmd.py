@@ -8,9 +8,8 @@ import click
 
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.refs import ref_history, roll_back, tag_snapshot
-from kvsnap_jobs.options import SNAPSHOT_URL, json_option
+from kvsnap_jobs.options import SNAPSHOT_URL, json_option, single_writer_option
 from kvsnap_jobs.output import print_json, print_table
-from kvsnap_jobs.repository_options import single_writer_option
 
 
 @click.command()

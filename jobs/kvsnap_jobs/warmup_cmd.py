@@ -35,9 +35,9 @@ from kvsnap_jobs.options import (
     cache_dir_option,
     json_option,
     namespace_option,
+    single_writer_option,
 )
 from kvsnap_jobs.output import print_facts, print_json, size_text
-from kvsnap_jobs.repository_options import single_writer_option
 from kvsnap_jobs.signals import ended_by_sigterm
 from kvsnap_jobs.trust_options import signing_key_option
 
