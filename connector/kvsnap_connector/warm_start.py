@@ -183,11 +183,10 @@ class ProgressLines:
         )
 
     def end(self, chunks: int, nbytes: int) -> None:
-        """The line with the result."""
+        """The line with the result of a preload."""
         took = max(time.monotonic() - self._started, 1e-6)
         self._log.info(
-            "kvsnap: %s: %d chunks, %d MiB, in %.2f s (%.2f GB/s)",
-            self._what,
+            "kvsnap: preloaded %d chunks, %d MiB, in %.2f s (%.2f GB/s)",
             chunks,
             nbytes // _MIB,
             took,

@@ -199,4 +199,4 @@ def test_a_preload_says_what_remains(
     assert "GB/s" in line
     assert left in line
     assert line.endswith("left")
-    assert "7 chunks, 40 MiB" in result
+    assert "preloaded 7 chunks, 40 MiB" in result
