@@ -1,7 +1,7 @@
 """The examples do what their tables say. Each is one command; their servers are the only ones that start here.
 
-Two of them start three servers and more and take minutes, so they run with `make soak`: what
-they show, restarts and replicas, is tested in `test_lives.py` at every change.
+`restart_recovery` starts three servers one after the other and runs with `make soak`: what it
+shows is tested in `test_lives.py` at every change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def test_predeploy_warmup(smollm2: Path, tmp_path: Path, shm_folder: Path) -> No
     assert (tmp_path / "ready.json").exists()
 
 
-@pytest.mark.soak
 def test_cross_replica(smollm2: Path, tmp_path: Path, shm_folder: Path) -> None:
     """C07: what one replica computed, root first, serves another; refs promote and take back."""
     rows, problems = cross_replica.run(tmp_path, shm_folder, smollm2)
