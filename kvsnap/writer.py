@@ -39,6 +39,8 @@ _PAUSE_S = (1.0, 5.0, 15.0, 60.0)
 _READS_FIRST_S = 0.5
 _MOST_TO_CLEAN = 512
 _USAGE_AT_ONCE = 512
+_SHARE_OF_DRAM = 2
+_SHARE_OF_DISK = 8
 
 
 class Writer:
@@ -119,6 +121,15 @@ class Writer:
     def wake(self) -> None:
         """There may be something to do."""
         self._event.set()
+
+    @property
+    def shard_bytes(self) -> int:
+        """When a shard is full. Its chunks keep their slots while it is written, and it wants its room on disk at once,
+        so of small tiers it takes a part only: else the hottest chunks, which are written, would be all that can go."""
+        cache = self._cache
+        dram = cache.residency.num_slots * cache.geometry.chunk_bytes(cache.namespace.chunk_tokens)
+        cap = cache.disk.cap_bytes if cache.disk else 0
+        return min(cache.options.shard_bytes, dram // _SHARE_OF_DRAM, cap // _SHARE_OF_DISK)
 
     @property
     def is_paused(self) -> bool:
@@ -287,14 +298,14 @@ class Writer:
         if self._flushes or self._is_urgent:
             return True
         options = self._cache.options
-        is_full = self._waiting_bytes() >= options.shard_bytes
+        is_full = self._waiting_bytes() >= self.shard_bytes
         return is_full or time.monotonic() - self._wanted_since >= options.shard_seconds
 
     def _waiting_bytes(self) -> int:
         """Bytes that the next shard will have, at most."""
         with self._cache.lock:
             waiting = sum(self._cache.geometry.chunk_bytes(chunk.tokens) for chunk in self._wanted.values())
-        return min(waiting, self._cache.options.shard_bytes)
+        return min(waiting, self.shard_bytes)
 
     def _write_one_shard(self) -> None:
         cache = self._cache
@@ -377,7 +388,7 @@ class Writer:
         """Wanted chunks of one scope with their unwritten ancestors, parents first, up to a shard's size."""
         chosen: dict[ChunkKey, Chunk] = {}
         scope: str | None = None
-        size = 0
+        size, most = 0, self.shard_bytes
         for wanted in list(self._wanted.values()):
             if wanted.slot < 0 or wanted.shard is not None:
                 del self._wanted[wanted.key]
@@ -390,7 +401,7 @@ class Writer:
                     break  # not now: later ones of this chain need it first
                 scope = chunk.scope if scope is None else scope
                 nbytes = self._cache.geometry.chunk_bytes(chunk.tokens)
-                is_full = chosen and size + nbytes > self._cache.options.shard_bytes
+                is_full = chosen and size + nbytes > most
                 if chunk.scope != scope or is_full or len(chosen) >= MAX_CHUNKS:
                     break
                 chosen[chunk.key] = chunk

@@ -590,6 +590,21 @@ class TestDiskCap:
             assert rig.flush()["unsaved_chunks"] == 0
         return chains
 
+    def test_a_shard_takes_a_part_of_small_tiers_only(self, start: Start) -> None:
+        """Its chunks hold their slots, and its room is wanted at once: the hot ones are not to go for it."""
+        rig = start(slots=8)
+        chain = rig.chain(1)
+        rig.store(chain, 8)
+
+        assert rig.flush()["written_chunks"] == 8
+
+        shards = [chunk.shard for chunk in rig.chunks(chain)]
+        assert max(shards.count(shard) for shard in shards) == 4
+        assert rig.disk is not None
+        assert start(slots=8, dram="b", cap=16 * 2 * NS.geometry.chunk_bytes(CHUNK)).cache.writer.shard_bytes == (
+            4 * NS.geometry.chunk_bytes(CHUNK)
+        )
+
     def test_coldest_goes_and_the_cap_holds(self, start: Start, tmp_path: Path) -> None:
         """Invariant 7: real bytes, after every write; and what was hit stays."""
         rig = self.start(start)
