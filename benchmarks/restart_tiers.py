@@ -24,7 +24,7 @@ from benchmarks.snapshot_data import fill, forget, shard_files
 from kvsnap.cache import CacheOptions
 from kvsnap.config import Config
 from kvsnap.direct_io import O_DIRECT, aligned_buffer
-from kvsnap.preload import preload
+from kvsnap.preload import Preload
 from kvsnap.tiers.dram import DramRegion
 from kvsnap_connector.scheduler import SchedulerHalf
 from tools.build_model import cache_folder
@@ -61,7 +61,9 @@ def start_once(cache_dir: Path, dram_dir: Path, dram: int, what: str) -> None:
     nbytes = 0
     if what != "start":
         began = time.perf_counter()
-        chunks, nbytes = preload(half.cache, dram, 300.0)
+        begun = Preload(half.cache, dram)
+        begun.wait(300.0)
+        chunks, nbytes = begun.loaded()
         seconds = time.perf_counter() - began
     print(json.dumps({"seconds": seconds, "chunks": chunks, "bytes": nbytes}), flush=True)
     if what == "fill":

@@ -304,15 +304,14 @@ class TieredCache:
 
     def clear(self, tier: str) -> dict[str, int]:
         """Remove all chunks of `dram`, `disk` or `all`; returns the numbers removed by tier."""
-        removed: dict[str, int] = {}
         self.is_clearing = tier != "dram"  # what is read from a shard that is about to go would come back
         try:
-            self._clear(tier, removed)
+            return self._clear(tier)
         finally:
             self.is_clearing = False
-        return removed
 
-    def _clear(self, tier: str, removed: dict[str, int]) -> None:
+    def _clear(self, tier: str) -> dict[str, int]:
+        removed: dict[str, int] = {}
         if tier in ("dram", "all"):
             with self.lock:
                 removed["dram_chunks"] = self.residency.vacate_all()
@@ -323,6 +322,7 @@ class TieredCache:
                 with self.lock:  # one at a time: the engine must not wait for all of them
                     removed["disk_chunks"] += self.shards.forget(shard_id)
             removed["disk_shards"], removed["disk_bytes"] = self.disk.clear()
+        return removed
 
     def flush(self, timeout_s: float) -> dict[str, Any]:
         """Write everything that may be written and isn't yet; wait for it at most `timeout_s` seconds."""

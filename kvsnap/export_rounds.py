@@ -57,8 +57,8 @@ def is_owed(storage: Storage, tag: str | None, snapshot: Digest) -> bool:
 
 
 class ExportRounds:
-    """Calls `export` again and again. D14: a failure is told at once, and each later round says how old the last
-    success is."""
+    """Calls `export` again and again. A failure is told at once, and each later round says how old the last success
+    is: who only sees that nothing new comes does not know whether there is nothing new."""
 
     def __init__(self, export: Export, *, is_owed: IsOwed, stop: Stop, clock: Callable[[], float] = time.time) -> None:
         self._export = export

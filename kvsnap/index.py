@@ -32,7 +32,7 @@ share as much one may be READY, or good, where those are not."""
 
 
 class Chunk:
-    """One chunk and where it is: 825 bytes in all with the keys of 16 blocks (docs/performance.md)."""
+    """One chunk and where it is: about 810 bytes in all with the keys of 16 blocks (docs/performance.md)."""
 
     __slots__ = (
         "above",

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvsnap.index import ABSENT, READY, Chunk
 from kvsnap.policy import prefix_closed
+from kvsnap.transfer import Progress
 
 if TYPE_CHECKING:
     from kvsnap.cache import TieredCache
 
 _PROGRESS_S = 5.0
-
-Progress = Callable[[int, int], None]
-"""Called every few seconds with (bytes done, bytes in all)."""
 
 
 class Preload:
@@ -46,13 +44,6 @@ class Preload:
         """(chunks, bytes) that are in DRAM now and were not before."""
         loaded = [chunk for chunk in self._wanted if chunk.state == READY]
         return len(loaded), _bytes_of(self._cache, loaded)
-
-
-def preload(cache: TieredCache, budget_bytes: int, timeout_s: float) -> tuple[int, int]:
-    """A `Preload`, waited for at most `timeout_s`; what it has loaded by then."""
-    begun = Preload(cache, budget_bytes)
-    begun.wait(timeout_s)
-    return begun.loaded()
 
 
 def hottest_on_disk(cache: TieredCache, budget_bytes: int) -> list[Chunk]:

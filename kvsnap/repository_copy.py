@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
 from kvsnap.gc_lists import read_lists, removed_snapshots
+from kvsnap.known import list_shards
 from kvsnap.manifest import MAX_MANIFEST_BYTES, Digest, Manifest, ShardRecord, decode_manifest
 from kvsnap.refs import publish_ref
 from kvsnap.repository import Repository, manifest_name, ref_name, shard_name
@@ -225,7 +226,7 @@ def _missing(target: Repository, records: Sequence[ShardRecord]) -> list[ShardRe
     """
     if not records:
         return []
-    there = {info.name: info.nbytes for info in target.storage.list("shards/")}
+    there = list_shards(target.storage)
     for record in records:
         found = there.get(shard_name(record.digest), record.nbytes)
         if found != record.nbytes:

@@ -26,6 +26,7 @@ from kvsnap.errors import (
     UntrustedError,
 )
 from kvsnap.fetch import ShardTarget, check_against_catalog
+from kvsnap.known import list_shards
 from kvsnap.manifest import Digest, Manifest, decode_manifest
 from kvsnap.namespace import Namespace
 from kvsnap.repository import Repository, catalog_name, manifest_name, ref_name, shard_name
@@ -330,7 +331,7 @@ def _is_ref(repository: Repository, name: str) -> bool:
 def _list_shards(repository: Repository, report: VerifyReport) -> dict[str, int] | None:
     """Sizes of all shards; None where that may not be asked."""
     try:
-        return {info.name: info.nbytes for info in repository.storage.list("shards/")}
+        return list_shards(repository.storage)
     except RefusedError as error:
         report.notes.append(f"shards that belong to no snapshot are not looked for: {error}")
         return None

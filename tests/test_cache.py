@@ -17,7 +17,7 @@ from kvsnap.errors import StorageError
 from kvsnap.index import READY, Chunk
 from kvsnap.keys import ChunkKey, KeyChain
 from kvsnap.namespace import Namespace
-from kvsnap.preload import preload
+from kvsnap.preload import Preload
 from kvsnap.shard import checksum
 from kvsnap.tiers.disk import DiskTier, Shard
 from kvsnap.tiers.dram import DramRegion, DramTier
@@ -123,6 +123,13 @@ class Rig:
     def kill(self) -> None:
         self.region.close()
         self.cache.close()
+
+
+def preload(cache: TieredCache, budget_bytes: int, timeout_s: float) -> tuple[int, int]:
+    """Chunks and bytes that a preload has brought into DRAM after so many seconds."""
+    begun = Preload(cache, budget_bytes)
+    begun.wait(timeout_s)
+    return begun.loaded()
 
 
 Start = Callable[..., Rig]

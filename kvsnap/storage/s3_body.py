@@ -135,7 +135,7 @@ class BodyReader:
 def _uncopied(body: Any) -> http.client.HTTPResponse | None:
     """The standard library's answer below botocore's and urllib3's: its `readinto` fills the buffer itself.
 
-    Theirs allocate and copy, which took a fourth of the CPU of an import. Both keep it in attributes that they don't
+    Theirs allocate and copy, which took a fifth of the CPU of an import. Both keep it in attributes that they don't
     promise, so it may be missing; and what is decoded or comes in chunks of its own is theirs to read.
     """
     below = getattr(getattr(body, "_raw_stream", None), "_fp", None)

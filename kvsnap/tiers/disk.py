@@ -446,7 +446,7 @@ class DiskTier:
 
     def news_of_usage(self) -> dict[ChunkKey, tuple[int, float]]:
         """`load_usage` if somebody else has stored since this tier last did or looked; else nothing. Cheap then."""
-        before, self._seen_usage = self._seen_usage, _version(self.dir / paths.USAGE)
+        before, self._seen_usage = self._seen_usage, paths.stamp(self.dir / paths.USAGE)
         return self.load_usage() if self._seen_usage not in (before, None) else {}
 
     def load_usage(self) -> dict[ChunkKey, tuple[int, float]]:
@@ -471,7 +471,7 @@ class DiskTier:
                     self.counts["usage_errors"] += 1
                     return
                 self._writer().write_file(self.dir / paths.USAGE, data)
-                self._seen_usage = _version(self.dir / paths.USAGE)
+                self._seen_usage = paths.stamp(self.dir / paths.USAGE)
         except StorageError as error:
             self.counts["usage_errors"] += 1
             self.last_error = str(error)
@@ -501,12 +501,3 @@ class DiskTier:
 
     def _path(self, shard_id: str) -> Path:
         return self._shards / paths.shard_name(shard_id)
-
-
-def _version(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is replaced; None if there is none."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns

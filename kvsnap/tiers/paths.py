@@ -101,6 +101,15 @@ def size_and_time(path: Path) -> tuple[int, int]:
     return found.st_blocks * 512, found.st_mtime_ns
 
 
+def stamp(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is replaced, or a name in a directory comes or goes; None if there is nothing."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def make_dir(path: Path) -> None:
     """Create `path`, unless it is there; several processes may do so at once.
 

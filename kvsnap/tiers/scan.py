@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ class Listing:
 
     def all(self) -> list[str]:
         """The ids of all files that are named like a shard."""
-        stamp = self._read_stamp()
+        stamp = paths.stamp(self._directory)
         names = [entry.name for entry in paths.entries(self._directory)]
         # What changes in the same tick of the kernel's clock wouldn't show in the time stamp: look again next time.
         settled = stamp is not None and stamp[1] < time.time_ns() - _SETTLE_NS
@@ -36,7 +35,7 @@ class Listing:
 
     def is_unchanged(self) -> bool:
         """Whether no name changed since the last `all`; one system call. False if in doubt."""
-        return self._stamp is not None and self._stamp == self._read_stamp()
+        return self._stamp is not None and self._stamp == paths.stamp(self._directory)
 
     def is_new(self, shard_id: str) -> bool:
         with self._mutex:
@@ -94,11 +93,3 @@ class Listing:
         finally:
             with self._mutex:
                 self._busy.discard(shard_id)
-
-    def _read_stamp(self) -> tuple[int, int] | None:
-        """Changes whenever a name in the directory does."""
-        try:
-            found = os.stat(self._directory)
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvsnap.cache import CacheOptions
-from kvsnap.preload import preload
+from kvsnap.preload import Preload
 from tests.connector.toy_engine import ToyEngine, request
 from tests.connector.toy_engine import random_tokens as tokens
 from tests.disk_fakes import make_namespace
@@ -462,7 +462,7 @@ def test_preload_goes_on_when_its_time_is_up(start: Start) -> None:
     engine.cache.flush(10.0)
     engine.cache.clear("dram")
 
-    preload(engine.cache, 1 << 30, 0.0)
+    Preload(engine.cache, 1 << 30)
 
     wait_for(lambda: sum(c.slot >= 0 for c in engine.cache.residency.index) == 8)
 
