@@ -2,6 +2,7 @@
 
 KvsnapError
 ├── CorruptChunkError   recompute: drop the chunk and treat it as a miss
+│   └── MissingObjectError  a part of a snapshot is gone
 ├── IncompatibleError   refuse: made by another model, layout or format version
 │   └── UntrustedError  refuse: nobody who is trusted has signed it
 ├── NotFoundError       check the name (also a KeyError)
@@ -18,6 +19,10 @@ class KvsnapError(Exception):
 
 class CorruptChunkError(KvsnapError):
     """Stored bytes are not what was written. Drop them; a miss is the answer."""
+
+
+class MissingObjectError(CorruptChunkError):
+    """What a snapshot or a ref names isn't there."""
 
 
 class IncompatibleError(KvsnapError):

@@ -14,7 +14,7 @@ from kvsnap.local_shards import ChainCheck
 from kvsnap.manifest import Digest
 from kvsnap.namespace import Namespace
 from kvsnap.plan import I64
-from kvsnap.repository import shard_name
+from kvsnap.repository import damaged, missing, shard_name
 from kvsnap.shard import ShardHeader, decode_header, header_length
 from kvsnap.storage import Reader, Storage
 from kvsnap.tiers.disk import DiskTier, Shard
@@ -106,9 +106,9 @@ class ShardFetcher:
         try:
             return place()
         except NotFoundError as error:
-            raise CorruptChunkError(f"shard {name} is missing in {self._storage.url}; export it again") from error
+            raise missing(name, self._storage.url) from error
         except CorruptChunkError as error:
-            raise CorruptChunkError(f"shard {name} is damaged: {wrong_chunk() or error}") from None
+            raise damaged(name, self._storage.url, wrong_chunk() or str(error)) from None
 
 
 def check_against_catalog(header: ShardHeader, target: ShardTarget, ns: Namespace) -> None:

@@ -1,4 +1,4 @@
-"""What an import takes of a snapshot: pure but for `present`, which reads the headers of what is there."""
+"""What an import takes of a snapshot: pure but for `rows_there`, which reads the headers of what is there."""
 
 from __future__ import annotations
 
@@ -68,18 +68,19 @@ class ImportPlan:
         """Whether `unit` gives any chunk with a full chain when `shards` are there."""
         return bool(self.live(shards | {unit.shard})[unit.rows].any())
 
-    def count(self, shards: set[int]) -> tuple[int, int]:
-        """Chunks and tokens that `shards` give."""
-        live = self.live(shards)
+    def count(self, shards: set[int], is_there: Mask) -> tuple[int, int]:
+        """Chunks and tokens that `shards` give, and those that were there before."""
+        live = self.live(shards) | is_there
         return int(live.sum()), int(self.catalog.tokens[live].sum())
 
-    def present(self, directory: Path) -> set[int]:
-        """Shards that need not be fetched: all that is wanted of them is in the namespace's `directory` already, with
-        all its ancestors.
-        """
+    def rows_there(self, directory: Path) -> Mask:
+        """For each row whether it is in the namespace's `directory` already, with all its ancestors."""
         scan = scan_shards(directory, self.manifest.namespace)
         if not scan.shards:
-            return set()
+            return np.zeros(len(self.catalog), np.bool_)
         live, _ = live_entries(self.manifest.namespace, scan.shards)
-        is_there = np.fromiter(map(live.__contains__, self.catalog.keys()), np.bool_, len(self.catalog))
+        return np.fromiter(map(live.__contains__, self.catalog.keys()), np.bool_, len(self.catalog))
+
+    def present(self, is_there: Mask) -> set[int]:
+        """Shards that need not be fetched, since all that is wanted of them is there."""
         return {unit.shard for unit in self.units if is_there[unit.rows].all()}

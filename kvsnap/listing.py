@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError, StorageError
 from kvsnap.gc_lists import read_lists, removed_snapshots
 from kvsnap.manifest import Digest
-from kvsnap.repository import Repository, manifest_name
+from kvsnap.repository import Repository, dangling, manifest_name
 from kvsnap.storage import Storage
 
 
@@ -63,7 +63,7 @@ def list_snapshots(url: str | Storage) -> ListReport:
     removed = removed_snapshots(read_lists(repository.storage))
     snapshots = [s for s in repository.snapshots() if s in refs or manifest_name(s) not in removed]
     for snapshot in sorted(refs.keys() - set(snapshots)):
-        problems += [f"ref {name} names snapshot {snapshot[:12]}, which is missing" for name in refs[snapshot]]
+        problems += [str(dangling(name, snapshot, repository.url)) for name in refs[snapshot]]
     rows = []
     for snapshot in snapshots:
         try:

@@ -160,7 +160,8 @@ def decode_manifest(data: bytes, *, expect: Digest) -> Manifest:
         CorruptChunkError: it is not the object of this digest, or makes no sense.
         IncompatibleError: it needs a later kvsnap.
     """
-    check_manifest_digest(data, expect)
+    if (found := sha256_hex(data)) != expect:
+        raise CorruptChunkError(f"manifest {expect[:12]} is damaged: expected sha256 {expect[:12]}, read {found[:12]}")
     try:
         obj = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_refuse)
     except (ValueError, RecursionError) as error:
@@ -173,19 +174,6 @@ def decode_manifest(data: bytes, *, expect: Digest) -> Manifest:
         return _from_json(obj)
     except (KvsnapError, RecursionError) as error:
         raise CorruptChunkError(f"manifest {expect[:12]} makes no sense: {error}") from None
-
-
-def check_manifest_digest(data: bytes, expect: Digest) -> None:
-    """Whether these are the bytes of the manifest with this digest.
-
-    Raises:
-        CorruptChunkError: they are not.
-    """
-    found = sha256_hex(data)
-    if found != expect:
-        raise CorruptChunkError(
-            f"manifest {expect[:12]} is damaged: expected sha256 {expect[:12]}, read {found[:12]}; export again"
-        )
 
 
 def parse_digest(text: object) -> Digest:

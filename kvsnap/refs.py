@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvsnap.canonical import canonical_json
-from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
+from kvsnap.errors import ConfigError, CorruptChunkError, MissingObjectError, NotFoundError
 from kvsnap.gc_lists import new_list, read_lists, removed_snapshots
 from kvsnap.known import list_shards
 from kvsnap.leases import swap
@@ -26,9 +26,11 @@ from kvsnap.repository import (
     catalog_name,
     decode_ref,
     manifest_name,
+    missing,
     now_text,
     ref_name,
     shard_name,
+    wrong_size,
 )
 from kvsnap.signing import signature_name
 from kvsnap.storage import Storage
@@ -137,9 +139,8 @@ def tag_snapshot(
     """
     ref_name(name)
     repository = Repository.open(url, operation="write", single_writer=single_writer)
-    snapshot = repository.resolve(ref)
     expected = None if expect is None else repository.resolve(expect)
-    return _tag(repository, name, snapshot, expected)
+    return _tag(repository, name, ref, expected)
 
 
 def roll_back(url: str | Storage, name: str, *, steps: int = 1, single_writer: bool = False) -> TagReport:
@@ -224,13 +225,13 @@ def keep_snapshots(repository: Repository, session: WriteSession, manifests: Map
     for snapshot, manifest in manifests.items():
         if problem := _problem(repository, snapshot, manifest, stored, doubtful):
             session.renew()  # if the lease is lost, a prune was free to take it: look again
-            raise CorruptChunkError(f"snapshot {snapshot[:12]} can't be used any more: {problem}")
+            raise type(problem)(f"snapshot {snapshot[:12]} can't be used any more: {problem}")
 
 
 def _problem(
     repository: Repository, snapshot: Digest, manifest: Manifest, stored: Mapping[str, int], doubtful: set[str]
-) -> str:
-    """What is wrong with the parts of a snapshot, by their sizes, and what to do; empty if nothing is."""
+) -> CorruptChunkError | None:
+    """What is wrong with the parts of a snapshot, by their sizes."""
     sizes: dict[str, int | None] = {shard_name(shard.digest): shard.nbytes for shard in manifest.shards}
     sizes[catalog_name(manifest.catalog.digest)] = manifest.catalog.nbytes
     if manifest_name(snapshot) in doubtful:  # else it has just been read
@@ -241,16 +242,18 @@ def _problem(
             if found is None:
                 found = repository.storage.head(name).nbytes
         except NotFoundError:
-            what = f"a prune has deleted {name}" if name in doubtful else f"{name} is missing in {repository.url}"
-            return f"{what}; export it again"
-        if nbytes not in (None, found):
-            return f"{name} is damaged: expected {nbytes} bytes, found {found}; delete it and export it again"
-    return ""
+            if name not in doubtful:
+                return missing(name, repository.url)
+            return MissingObjectError(f"a prune has deleted {name}; export the snapshot again")
+        if nbytes is not None and nbytes != found:
+            return wrong_size(name, repository.url, expected=nbytes, found=found)
+    return None
 
 
-def _tag(repository: Repository, name: str, snapshot: Digest, expect: Digest | None) -> TagReport:
+def _tag(repository: Repository, name: str, ref: str, expect: Digest | None) -> TagReport:
     def act(session: WriteSession) -> TagReport:
-        keep_snapshots(repository, session, {snapshot: repository.manifest(snapshot)})
+        snapshot, manifest = repository.open_snapshot(ref)
+        keep_snapshots(repository, session, {snapshot: manifest})
         return publish_ref(repository, session, name, snapshot, expect=expect)
 
     return under_lease(repository, "tag", act)
@@ -261,7 +264,7 @@ def _read(repository: Repository, name: str) -> tuple[Ref | None, str | None]:
         data, version = repository.storage.get_versioned(ref_name(name), max_bytes=MAX_SMALL_BYTES)
     except NotFoundError:
         return None, None
-    return decode_ref(data, f"ref {name} in {repository.url}"), version
+    return decode_ref(data, name, repository.url), version
 
 
 def _encode(ref: Ref) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any
 
 from kvsnap.canonical import canonical_json, sha256_hex
 from kvsnap.catalog import Catalog, decode_catalog
-from kvsnap.errors import ConfigError, CorruptChunkError, KvsnapError, NotFoundError
+from kvsnap.errors import ConfigError, CorruptChunkError, KvsnapError, MissingObjectError, NotFoundError
 from kvsnap.features import FEATURES as FEATURES  # re-exported
 from kvsnap.features import KIND, check_marker, decode_marker
 from kvsnap.features import MARKER_NAME as MARKER_NAME
@@ -33,7 +33,6 @@ from kvsnap.manifest import (
     MAX_MANIFEST_BYTES,
     Digest,
     Manifest,
-    check_manifest_digest,
     decode_manifest,
     parse_digest,
 )
@@ -108,6 +107,29 @@ def ref_name(name: str) -> str:
             "a letter or digit first, and no snapshot id"
         )
     return f"refs/{name}.json"
+
+
+def missing(name: str, url: str) -> MissingObjectError:
+    """An object `name` of the repository at `url` should be there, and isn't."""
+    return MissingObjectError(f"{name} is missing in {url}; export the snapshot again")
+
+
+def dangling(ref: str, snapshot: Digest, url: str) -> MissingObjectError:
+    """A ref names a snapshot whose manifest is gone."""
+    return MissingObjectError(
+        f"ref {ref} names snapshot {snapshot[:12]}, and {manifest_name(snapshot)} is missing in {url}; export with "
+        f"--tag {ref}, have it name another snapshot (kvsnap tag), or remove it: kvsnap rm {url}@{ref}"
+    )
+
+
+def damaged(name: str, url: str, what: str) -> CorruptChunkError:
+    """An object is there and isn't what its name says. An export never replaces it, so it must go first."""
+    return CorruptChunkError(f"{name} in {url} is damaged: {what}; delete it, then export the snapshot again")
+
+
+def wrong_size(name: str, url: str, *, expected: int, found: int) -> CorruptChunkError:
+    """An object is there in another size than the manifest gives it [bytes]."""
+    return damaged(name, url, f"expected {expected} bytes, found {found}")
 
 
 def split_snapshot_url(text: str) -> tuple[str, str | None]:
@@ -246,7 +268,7 @@ class Repository:
             data = self.storage.get(ref_name(name), max_bytes=MAX_SMALL_BYTES)
         except NotFoundError:
             raise NotFoundError(f"{self.url} has no ref {name}; see `kvsnap list {self.url}`") from None
-        return decode_ref(data, f"ref {name} in {self.url}")
+        return decode_ref(data, name, self.url)
 
     def refs(self) -> dict[str, Ref]:
         """All refs by name, in order; those that somebody removes meanwhile are left out.
@@ -259,6 +281,33 @@ class Repository:
             with suppress(NotFoundError):
                 found[name] = self.ref(name)
         return found
+
+    def open_snapshot(self, name: str, *, trusted: TrustedKeys | None = None) -> tuple[Digest, Manifest]:
+        """The snapshot that a ref, an id or the start of an id names, and its manifest.
+
+        Raises:
+            NotFoundError: nothing has this name.
+            MissingObjectError: a ref has it, and the manifest that it names is gone.
+            CorruptChunkError, UntrustedError, IncompatibleError: see `manifest`.
+        """
+        snapshot = self.resolve(name)
+        try:
+            return snapshot, self.manifest(snapshot, trusted=trusted)
+        except NotFoundError:
+            if not self.is_ref(name):
+                raise
+            latest = self.resolve(name)  # it may have moved, and a prune may have taken what it named before
+            if latest == snapshot:
+                raise dangling(name, snapshot, self.url) from None
+            return latest, self.manifest(latest, trusted=trusted)
+
+    def is_ref(self, name: str) -> bool:
+        """Whether there is a ref of this name."""
+        try:
+            self.ref(name)
+        except (ConfigError, NotFoundError):
+            return False
+        return True
 
     def manifest(self, snapshot: Digest, *, trusted: TrustedKeys | None = None) -> Manifest:
         """Read a manifest: its digest first, with `trusted` then who signed it, and only then what it says.
@@ -284,17 +333,15 @@ class Repository:
         try:
             data = self.storage.get(manifest_name(snapshot), max_bytes=MAX_MANIFEST_BYTES)
         except NotFoundError:
-            raise NotFoundError(
-                f"snapshot {snapshot[:12]} is not in {self.url}: {manifest_name(snapshot)} is missing; export again"
-            ) from None
-        check_manifest_digest(data, snapshot)
+            raise NotFoundError(f"{self.url} has no snapshot {snapshot}; see `kvsnap list {self.url}`") from None
+        _check_digest(data, snapshot, manifest_name(snapshot), self.url)
         return data
 
     def catalog_bytes(self, manifest: Manifest) -> bytes:
         """The bytes of a snapshot's catalog, by size and digest the right ones.
 
         Raises:
-            NotFoundError: it is not there.
+            MissingObjectError: it is not there.
             CorruptChunkError: it is damaged.
         """
         record = manifest.catalog
@@ -302,19 +349,15 @@ class Repository:
         try:
             data = self.storage.get(name, max_bytes=record.nbytes)
         except NotFoundError:
-            raise NotFoundError(f"catalog {name} is missing in {self.url}; export again") from None
-        found = sha256_hex(data)
-        if found != record.digest:
-            raise CorruptChunkError(
-                f"catalog {name} is damaged: expected sha256 {record.digest[:12]}, read {found[:12]}; export again"
-            )
+            raise missing(name, self.url) from None
+        _check_digest(data, record.digest, name, self.url)
         return data
 
     def catalog(self, manifest: Manifest) -> Catalog:
         """Read a snapshot's catalog: its size, then its digest, and only then Parquet.
 
         Raises:
-            NotFoundError: it is not there.
+            MissingObjectError: it is not there.
             CorruptChunkError: it is damaged, or disagrees with the manifest.
         """
         record = manifest.catalog
@@ -328,7 +371,9 @@ class Repository:
         )
         counts = [len(rows) for rows in catalog.rows_of_shards(len(manifest.shards))]
         if counts != [shard.num_chunks for shard in manifest.shards]:
-            raise CorruptChunkError(f"catalog {name} and its manifest disagree on the chunks per shard; export again")
+            raise CorruptChunkError(
+                f"{name} in {self.url} and its manifest disagree on the chunks per shard; export the snapshot again"
+            )
         return catalog
 
     def put_object(self, name: str, data: bytes) -> bool:
@@ -340,7 +385,7 @@ class Repository:
         if self.storage.put_if_absent(name, data):
             return True
         if self.storage.head(name).nbytes != len(data) or self.storage.get(name, max_bytes=len(data)) != data:
-            raise CorruptChunkError(f"{name} in {self.url} is damaged; delete it and export again")
+            raise damaged(name, self.url, "it has other bytes than its name says")
         return False
 
     def _digests(self, prefix: str, suffix: str) -> list[Digest]:
@@ -352,29 +397,40 @@ class Repository:
         return found
 
 
-def decode_ref(data: bytes, what: str) -> Ref:
-    """Read a ref's object; `what` names it in messages.
+def decode_ref(data: bytes, name: str, url: str) -> Ref:
+    """Read the object of the ref `name` of the repository at `url`.
 
     Raises:
         CorruptChunkError: it makes no sense.
     """
-    obj = _object(data, what)
-    history = obj.get("history", [])
     try:
-        if not isinstance(history, list) or not all(isinstance(item, dict) for item in history):
-            raise CorruptChunkError("its history is no list of objects")
-        return Ref(
-            snapshot=parse_digest(obj.get("snapshot")),
-            write_id=str(obj.get("write_id")),
-            previous=None if obj.get("previous") is None else parse_digest(obj["previous"]),
-            updated=str(obj.get("updated")),
-            history=tuple(
-                RefChange(snapshot=parse_digest(item.get("snapshot")), updated=str(item.get("updated")))
-                for item in history[:MAX_HISTORY]
-            ),
-        )
+        return _decode_ref(data)
     except KvsnapError as error:
-        raise CorruptChunkError(f"{what} makes no sense: {error}") from None
+        raise CorruptChunkError(
+            f"ref {name} in {url} is damaged: {error}; remove it: kvsnap rm {url}@{name}, then tag again what it named"
+        ) from None
+
+
+def _decode_ref(data: bytes) -> Ref:
+    obj = _object(data)
+    history = obj.get("history", [])
+    if not isinstance(history, list) or not all(isinstance(item, dict) for item in history):
+        raise CorruptChunkError("its history is no list of objects")
+    return Ref(
+        snapshot=parse_digest(obj.get("snapshot")),
+        write_id=str(obj.get("write_id")),
+        previous=None if obj.get("previous") is None else parse_digest(obj["previous"]),
+        updated=str(obj.get("updated")),
+        history=tuple(
+            RefChange(snapshot=parse_digest(item.get("snapshot")), updated=str(item.get("updated")))
+            for item in history[:MAX_HISTORY]
+        ),
+    )
+
+
+def _check_digest(data: bytes, expect: Digest, name: str, url: str) -> None:
+    if (found := sha256_hex(data)) != expect:
+        raise damaged(name, url, f"expected sha256 {expect[:12]}, read {found[:12]}")
 
 
 def _is_fresh(storage: Storage) -> bool:
@@ -393,11 +449,11 @@ def _capabilities(storage: Storage) -> Capabilities:
     return storage.capabilities() if isinstance(inner, LocalStorage) else probe_storage(storage)
 
 
-def _object(data: bytes, what: str) -> dict[str, Any]:
+def _object(data: bytes) -> dict[str, Any]:
     try:
         obj = json.loads(data)
     except (ValueError, RecursionError):
         obj = None
     if not isinstance(obj, dict):
-        raise CorruptChunkError(f"{what} is not a JSON object")
+        raise CorruptChunkError("it is no JSON object")
     return obj

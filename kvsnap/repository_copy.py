@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
-from kvsnap.gc_lists import read_lists, removed_snapshots
+from kvsnap.gc_lists import read_lists
 from kvsnap.known import list_shards
 from kvsnap.manifest import MAX_MANIFEST_BYTES, Digest, Manifest, ShardRecord, decode_manifest
+from kvsnap.reachable import reachable_snapshots
 from kvsnap.refs import publish_ref
-from kvsnap.repository import Repository, manifest_name, ref_name, shard_name
+from kvsnap.repository import Repository, damaged, manifest_name, missing, ref_name, shard_name
 from kvsnap.runtime import widen_affinity
 from kvsnap.signing import read_signatures, signature_name, store_signature
 from kvsnap.storage import Storage
@@ -81,20 +82,17 @@ def copy_snapshots(
             raise ConfigError("a tag names one snapshot; say which one to copy")
     source = Repository.open(source_url)
     if ref is not None:
-        chosen = [source.resolve(ref)]
-        refs = {} if tag is None else {tag: chosen[0]}
+        snapshot, manifest = source.open_snapshot(ref)
+        manifests = {snapshot: manifest}
+        refs = {} if tag is None else {tag: snapshot}
     else:
-        removed = removed_snapshots(read_lists(source.storage))
-        refs = {name: found.snapshot for name, found in source.refs().items()}
-        named = set(refs.values())
-        chosen = [s for s in source.snapshots() if manifest_name(s) not in removed or s in named]
-        refs = {name: snapshot for name, snapshot in refs.items() if snapshot in set(chosen)}
-    manifests = {snapshot: source.manifest(snapshot) for snapshot in chosen}
+        found = reachable_snapshots(source, read_lists(source.storage))
+        manifests, refs = found.snapshots, found.refs
     report = CopyReport(
         source=source.url,
         target=str(target_url if isinstance(target_url, str) else target_url.url),
         dry_run=dry_run,
-        snapshots=tuple(chosen),
+        snapshots=tuple(manifests),
         refs=tuple(refs),
     )
     records = list({shard.digest: shard for manifest in manifests.values() for shard in manifest.shards}.values())
@@ -133,10 +131,7 @@ class _Copy:
         self._done = 0
         for snapshot, manifest in manifests.items():
             self._copy_shards(session, manifest.shards)
-            try:
-                catalog = self._source.catalog_bytes(manifest)
-            except NotFoundError as error:
-                raise CorruptChunkError(str(error)) from None
+            catalog = self._source.catalog_bytes(manifest)
             data = self._source.storage.get(manifest_name(snapshot), max_bytes=MAX_MANIFEST_BYTES)
             decode_manifest(data, expect=snapshot)
             self._copy_signatures(session, snapshot)
@@ -167,7 +162,7 @@ class _Copy:
         try:
             is_new = target.copy_from(source, name, nbytes=record.nbytes)
         except NotFoundError:
-            raise _missing_in(self._source, name) from None
+            raise missing(name, self._source.url) from None
         is_server_side = is_new is not None
         if is_new is None:
             is_new = target.put_known(name, lambda: self._read(record), nbytes=record.nbytes, sha256=record.digest)
@@ -192,12 +187,10 @@ class _Copy:
                     if nbytes <= record.nbytes:
                         yield piece
         except NotFoundError:
-            raise _missing_in(self._source, name) from None
+            raise missing(name, self._source.url) from None
         if (found := state.hexdigest()) != record.digest:
-            raise CorruptChunkError(
-                f"shard {name} in {self._source.url} is damaged: expected sha256 {record.digest[:12]} of "
-                f"{record.nbytes} bytes, read {found[:12]} of {nbytes}; export it again"
-            )
+            what = f"expected sha256 {record.digest[:12]} of {record.nbytes} bytes, read {found[:12]} of {nbytes}"
+            raise damaged(name, self._source.url, what)
 
     def _copy_signatures(self, session: WriteSession, snapshot: Digest) -> None:
         """They are bound to the manifest's bytes, so they are as good there; the target's own stay."""
@@ -232,10 +225,6 @@ def _missing(target: Repository, records: Sequence[ShardRecord]) -> list[ShardRe
         if found != record.nbytes:
             raise _wrong_size(target, record, found)
     return [record for record in records if shard_name(record.digest) not in there]
-
-
-def _missing_in(source: Repository, name: str) -> CorruptChunkError:
-    return CorruptChunkError(f"shard {name} is missing in {source.url}; export it again")
 
 
 def _wrong_size(repository: Repository, record: ShardRecord, found: int) -> CorruptChunkError:

@@ -7,8 +7,8 @@
 3. Look again: snapshots that appeared meanwhile, and the list itself. Only then claim the
    list by compare-and-swap, delete what is on it, manifests first, then the list.
 
-Killed at any point, the next prune goes on. A manifest that can't be read stops it: what it
-names isn't known.
+Killed at any point, the next prune goes on. A manifest that can't be read stops it, or one that
+a ref names and that is gone: what it needs isn't known.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError
+from kvsnap.errors import CorruptChunkError, IncompatibleError
 from kvsnap.gc_lists import (
     MAX_OBJECTS,
     GcList,
@@ -29,11 +28,11 @@ from kvsnap.gc_lists import (
     new_list,
     read_list,
     read_lists,
-    removed_snapshots,
     replace_list,
 )
 from kvsnap.leases import LEASE_S, PRUNE_LEASE, Lease, LeaseRecord, break_lease, read_leases
-from kvsnap.manifest import Digest
+from kvsnap.manifest import Digest, Manifest
+from kvsnap.reachable import reachable_snapshots
 from kvsnap.repository import PROBE_PREFIX, Repository, catalog_name, manifest_name, shard_name
 from kvsnap.runtime import widen_affinity
 from kvsnap.signing import signature_name
@@ -85,11 +84,6 @@ class PruneReport:
     """Objects that are none of kvsnap's; never touched."""
 
 
-class _Needed(NamedTuple):
-    names: set[str]
-    snapshots: set[Digest]
-
-
 def prune_repository(
     url: str | Storage,
     *,
@@ -110,7 +104,8 @@ def prune_repository(
 
     Raises:
         BusyError: another prune runs; names its owner and age.
-        CorruptChunkError: a manifest or a ref is damaged, so what it needs isn't known. Nothing is deleted.
+        CorruptChunkError: a manifest or a ref is damaged, or a ref names a manifest that is gone: so what is needed
+            isn't known. Nothing is deleted.
         IncompatibleError: it needs a later kvsnap. Nothing is deleted.
     """
     repository = Repository.open(url, operation="delete", single_writer=single_writer or dry_run)
@@ -149,10 +144,11 @@ class _Prune:
         stored = {info.name: info for info in self._storage.list("")}
         writers = self._writers()
         lists = self._lists()
+        snapshots = self._snapshots(lists)
         if untagged_s is not None:
-            self._retire(untagged_s, lists)
+            self._retire(untagged_s, snapshots)
             lists = self._lists()
-        needed = self._needed(lists)
+        needed = _names(snapshots)
         listed = {name for item in lists for name in item.objects}
         now = self._storage.now()
         # A writer's own objects aren't needed yet; marking them would be harmless, and noise.
@@ -162,12 +158,12 @@ class _Prune:
             kind = _kind(name)
             if kind is None:
                 self._report.foreign += name.split("/")[0] not in ("kvsnap.json", "refs", "leases", "gc")
-            elif name in needed.names:
+            elif name in needed:
                 self._report.kept_objects += 1
                 self._report.kept_bytes += info.nbytes
             elif name not in listed and info.modified < young:
                 unneeded[name] = info.nbytes
-        self._report.num_snapshots = len(needed.snapshots)
+        self._report.num_snapshots = len(snapshots)
         self._report.marked_objects = len(unneeded)
         self._report.marked_bytes = sum(unneeded.values())
         self._write_lists("unneeded", unneeded)
@@ -189,49 +185,30 @@ class _Prune:
         self._report.writers = [lease.describe() for lease in live]
         return live
 
-    def _needed(self, lists: list[GcList]) -> _Needed:
+    def _snapshots(self, lists: list[GcList]) -> dict[Digest, Manifest]:
         """What must stay."""
-        repository = self._repository
-        named = {ref.snapshot for ref in repository.refs().values()}
-        removed = removed_snapshots(lists)
-        names: set[str] = set()
-        snapshots = set()
-        for snapshot in repository.snapshots():
-            if manifest_name(snapshot) in removed and snapshot not in named:
-                continue
-            try:
-                manifest = repository.manifest(snapshot)
-            except NotFoundError:
-                continue
-            except (CorruptChunkError, IncompatibleError) as error:
-                message = (
-                    f"nothing is pruned: {error}; what snapshot {snapshot[:12]} needs isn't known. If nobody wants it, "
-                    f"remove it: kvsnap rm {repository.url}@{snapshot}"
-                )
-                if isinstance(error, IncompatibleError):
-                    raise IncompatibleError(message, error.fields) from error
-                raise CorruptChunkError(message) from error
-            snapshots.add(snapshot)
-            names |= {manifest_name(snapshot), signature_name(snapshot), catalog_name(manifest.catalog.digest)}
-            names.update(shard_name(shard.digest) for shard in manifest.shards)
-        return _Needed(names, snapshots)
+        try:
+            return reachable_snapshots(self._repository, lists).snapshots
+        except IncompatibleError as error:
+            raise IncompatibleError(f"nothing is pruned: {error}", error.fields) from error
+        except CorruptChunkError as error:
+            raise CorruptChunkError(f"nothing is pruned: {error}") from error
 
-    def _retire(self, untagged_s: float, lists: list[GcList]) -> None:
-        """Remove the snapshots that nobody has a name for."""
-        repository = self._repository
-        refs = repository.refs().values()
+    def _retire(self, untagged_s: float, snapshots: dict[Digest, Manifest]) -> None:
+        """Remove those of the snapshots that nobody has a name for, if they are old."""
+        refs = self._repository.refs().values()
         named = {ref.snapshot for ref in refs} | {ref.previous for ref in refs}
-        removed = removed_snapshots(lists)
         now = self._storage.now()
         old: dict[str, int] = {}
-        for snapshot in repository.snapshots():
+        for snapshot in sorted(snapshots.keys() - named):
             name = manifest_name(snapshot)
-            if snapshot not in named and name not in removed:
-                info = self._storage.head(name)
-                if now - info.modified > untagged_s:
-                    old[name] = info.nbytes
-                    self._report.retired.append(snapshot)
+            info = self._storage.head(name)
+            if now - info.modified > untagged_s:
+                old[name] = info.nbytes
+                self._report.retired.append(snapshot)
         self._write_lists("removed", old)
+        for snapshot in self._report.retired:
+            del snapshots[snapshot]
 
     def _write_lists(self, reason: Reason, objects: Mapping[str, int]) -> None:
         names = sorted(objects, key=_order)
@@ -251,12 +228,12 @@ class _Prune:
         total = sum(item.nbytes for item in lists)
         # Leases before manifests: whoever doesn't know a list and is no writer any more has published, or never will.
         writers = self._writers()
-        needed = self._needed(lists)
+        needed = _names(self._snapshots(lists))
         now = self._storage.now()
         for item in lists:
             is_known = all(item.id in lease.seen for lease in writers)
             if not is_known or now - item.marked < self._grace_s:
-                hit = [nbytes for name, nbytes in item.objects.items() if name not in needed.names]
+                hit = [nbytes for name, nbytes in item.objects.items() if name not in needed]
                 self._report.waiting_objects += len(hit)
                 self._report.waiting_bytes += sum(hit)
             else:
@@ -264,17 +241,15 @@ class _Prune:
             if self._progress is not None:
                 self._progress(self._report.deleted_bytes + self._report.waiting_bytes, total)
 
-    def _sweep_list(self, item: GcList, needed: _Needed) -> None:
+    def _sweep_list(self, item: GcList, needed: set[str]) -> None:
         if self._lease is None:
-            objects = {name: nbytes for name, nbytes in item.objects.items() if name not in needed.names}
+            objects = {name: nbytes for name, nbytes in item.objects.items() if name not in needed}
             self._report.deleted_objects += len(objects)
             self._report.deleted_bytes += sum(objects.values())
             return
         while True:
             objects = {
-                name: nbytes
-                for name, nbytes in item.objects.items()
-                if name not in needed.names and _kind(name) is not None
+                name: nbytes for name, nbytes in item.objects.items() if name not in needed and _kind(name) is not None
             }
             self._lease.check()
             if replace_list(self._storage, item, objects, sweeper=self._lease.id):
@@ -310,6 +285,15 @@ class _Prune:
                 self._report.leftovers += 1
                 if not dry_run:
                     self._storage.delete(info.name)
+
+
+def _names(snapshots: Mapping[Digest, Manifest]) -> set[str]:
+    """The objects that these snapshots need."""
+    names: set[str] = set()
+    for snapshot, manifest in snapshots.items():
+        names |= {manifest_name(snapshot), signature_name(snapshot), catalog_name(manifest.catalog.digest)}
+        names.update(shard_name(shard.digest) for shard in manifest.shards)
+    return names
 
 
 def _kind(name: str) -> int | None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvsnap.canonical import canonical_json, sha256_hex
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError, StorageError, UntrustedError
 from kvsnap.leases import swap
-from kvsnap.manifest import Digest, decode_manifest
+from kvsnap.manifest import Digest
 from kvsnap.storage import Storage
 from kvsnap.trust import TrustedKeys
 
@@ -255,11 +255,10 @@ def sign_snapshot(url: str | Storage, ref: str, signer: SigningKey, *, single_wr
     from kvsnap.writing import WriteSession
 
     repository = Repository.open(url, operation="write", single_writer=single_writer)
-    snapshot = repository.resolve(ref)
+    snapshot, _ = repository.open_snapshot(ref)
     with WriteSession(repository, "sign") as session:
         session.keep([signature_name(snapshot)])
         data = repository.manifest_bytes(snapshot)
-        decode_manifest(data, expect=snapshot)
         is_new = store_signature(repository.storage, snapshot, signer.sign(data))
     return SignReport(snapshot=snapshot, key=signer.public, is_new=is_new)
 

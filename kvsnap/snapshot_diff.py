@@ -53,7 +53,7 @@ def diff_snapshots(url_a: str | Storage, ref_a: str, url_b: str | Storage, ref_b
 
     Raises:
         NotFoundError: one isn't there.
-        CorruptChunkError, IncompatibleError: one is damaged, or needs a later kvsnap.
+        CorruptChunkError, IncompatibleError: one is damaged, or lacks a part, or needs a later kvsnap.
     """
     (id_a, a, catalog_a), (id_b, b, catalog_b) = _load(url_a, ref_a), _load(url_b, ref_b)
     keys_a, keys_b = set(catalog_a.keys()), set(catalog_b.keys())
@@ -73,8 +73,7 @@ def diff_snapshots(url_a: str | Storage, ref_a: str, url_b: str | Storage, ref_b
 
 def _load(url: str | Storage, ref: str) -> tuple[Digest, Manifest, Catalog]:
     repository = Repository.open(url)
-    snapshot = repository.resolve(ref)
-    manifest = repository.manifest(snapshot)
+    snapshot, manifest = repository.open_snapshot(ref)
     return snapshot, manifest, repository.catalog(manifest)
 
 

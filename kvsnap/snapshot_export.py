@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from kvsnap.storage import Storage
 from kvsnap.tiers.paths import open_namespaces
 from kvsnap.transfer import Progress
 from kvsnap.trust import installed_keys
-from kvsnap.upload import Source, UploadedShard, Uploader
+from kvsnap.upload import DamagedObjectError, Source, UploadedShard, Uploader
 from kvsnap.writing import WriteSession, publish_snapshot, under_lease
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,8 @@ def export_snapshot(
     Raises:
         ConfigError: several namespaces match; a wrong name; `url` holds something else.
         NotFoundError: no namespace, or no chunk to export.
+        CorruptChunkError: the repository is damaged where this export would rely on it: `tag`, or a shard that lies
+            there in another size. Nothing was published.
         StorageError: an engine did not flush, or a disk or the repository failed.
     """
     if tag is not None:
@@ -156,32 +159,32 @@ def export_snapshot(
     repository = Repository.open_or_create(url, single_writer=single_writer)
     repository.storage.sweep()
     flushed = flush_engines(cache_dir, ns.id(), timeout_s=flush_timeout_s) if flush else {}
-    return under_lease(
+    act = partial(
+        _export,
         repository,
-        "export",
-        lambda session: _export(
-            repository,
-            session,
-            directory,
-            ns,
-            tag=tag,
-            select=select,
-            max_bytes=max_bytes,
-            include_salted=include_salted,
-            flushed=flushed,
-            moves_if_unchanged=moves_if_unchanged,
-            signer=signer,
-            progress=progress,
-        ),
+        directory=directory,
+        ns=ns,
+        tag=tag,
+        select=select,
+        max_bytes=max_bytes,
+        include_salted=include_salted,
+        flushed=flushed,
+        moves_if_unchanged=moves_if_unchanged,
+        signer=signer,
+        progress=progress,
     )
+    try:
+        return under_lease(repository, "export", act)
+    except CorruptChunkError as error:  # damage here is left out and reported; this is damage there
+        raise type(error)(f"not exported: {error}") from error
 
 
 def _export(
     repository: Repository,
     session: WriteSession,
+    *,
     directory: Path,
     ns: Namespace,
-    *,
     tag: str | None,
     select: Select,
     max_bytes: int | None,
@@ -268,8 +271,7 @@ def _upload(
     def failed(shard: Source, error: Exception) -> bool:
         if not isinstance(shard, LocalShard):
             return False
-        if isinstance(error, CorruptChunkError):
-            log.warning("kvsnap: %s", error)
+        if isinstance(error, CorruptChunkError) and not isinstance(error, DamagedObjectError):
             damaged[shard.id] = str(error)
             return True
         if isinstance(error, NotFoundError) and not shard.path.exists():
@@ -392,7 +394,7 @@ class _Publisher:
             return False
         try:
             return set(self._repository.catalog(manifest).keys()) == set(self._catalog.keys())
-        except (CorruptChunkError, NotFoundError):
+        except CorruptChunkError:
             return False
 
 
@@ -480,4 +482,5 @@ def _nothing(directory: Path, selection: Selection, damaged: Mapping[str, str]) 
         )
         if count
     ]
-    return f"{directory} holds no chunk to export: {', '.join(reasons) or 'it has no shard'}"
+    why = ", ".join(reasons) or "it has no shard"
+    return "; ".join((f"{directory} holds no chunk to export: {why}", *damaged.values()))

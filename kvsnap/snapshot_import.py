@@ -28,7 +28,7 @@ from kvsnap.import_run import ImportRun, ImportUnit
 from kvsnap.manifest import Digest, Manifest
 from kvsnap.namespace import Namespace
 from kvsnap.plan import Mask
-from kvsnap.repository import Repository, shard_name
+from kvsnap.repository import Repository, missing, shard_name, wrong_size
 from kvsnap.storage import RefusedError, Storage
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.tiers.paths import SHARDS
@@ -120,8 +120,7 @@ def import_snapshot(
         StorageError: the repository or the disk failed. Nothing was touched, or a valid part is there.
     """
     repository = Repository.open(url)
-    snapshot = repository.resolve(ref)
-    manifest = repository.manifest(snapshot, trusted=trusted)
+    snapshot, manifest = repository.open_snapshot(ref, trusted=trusted)
     ns, what = manifest.namespace, f"snapshot {ref}"
     if expect is not None:
         check_expected(ns, expect, what)
@@ -146,28 +145,31 @@ def import_snapshot(
     report.chosen_shards = len(plan.units)
     report.is_last_in_part = any(unit.is_part for unit in plan.units)
     seen = _shards_time(cache_dir / ns.dirname)
-    present = plan.present(cache_dir / ns.dirname)
+    is_there = plan.rows_there(cache_dir / ns.dirname)
+    present = plan.present(is_there)
     report.present_shards = len(present)
     missing = [unit for unit in plan.units if unit.shard not in present]
     usable = _check_stored(repository, manifest, missing, report, allow_partial=allow_partial)
     if dry_run:
         report.imported_shards = len(usable)
         report.imported_bytes = sum(unit.nbytes for unit in usable)
-        report.num_chunks, report.num_tokens = plan.count(present | {unit.shard for unit in usable})
+        present |= {unit.shard for unit in usable}
+        report.num_chunks, report.num_tokens = plan.count(present, is_there)
         return report
     if not usable:
-        report.num_chunks, report.num_tokens = plan.count(present)
+        report.num_chunks, report.num_tokens = plan.count(present, is_there)
         return report
     # Always a tier of its own: to the engine's tier the shards are then new ones, which its next `poll` reports.
     with DiskTier(cache_dir, ns) as disk, only_importer(cache_dir, sleep=sleep):
         if _shards_time(disk.dir) != seen:
-            present = plan.present(disk.dir)
+            is_there = plan.rows_there(disk.dir)
+            present = plan.present(is_there)
             report.present_shards = len(present)
             usable = [unit for unit in usable if unit.shard not in present]
         disk.evict = None if tier is None else tier.evict
         _add_usage(disk, catalog, plan.live(present | {unit.shard for unit in usable}))
         placed = _fetch(repository, disk, plan, usable, present, report, allow_partial=allow_partial, progress=progress)
-        report.num_chunks, report.num_tokens = plan.count(placed)
+        report.num_chunks, report.num_tokens = plan.count(placed, is_there)
     return report
 
 
@@ -202,20 +204,20 @@ def _check_stored(
         nbytes = found.get(name)
         if nbytes is None and len(found) == MAX_LISTED:
             nbytes = record.nbytes
-        problem = ""
+        problem = None
         try:
             if nbytes is None:
                 nbytes = repository.storage.head(name).nbytes
             if nbytes != record.nbytes:
-                problem = f"shard {name} is damaged: expected {record.nbytes} bytes, found {nbytes}; export it again"
+                problem = wrong_size(name, repository.url, expected=record.nbytes, found=nbytes)
         except NotFoundError:
-            problem = f"shard {name} is missing in {repository.url}; export it again"
-        if not problem:
+            problem = missing(name, repository.url)
+        if problem is None:
             usable.append(unit)
         elif allow_partial:
-            report.problems.append(problem)
+            report.problems.append(str(problem))
         else:
-            raise CorruptChunkError(problem)
+            raise problem
     return usable
 
 
@@ -252,9 +254,7 @@ def _fetch(
     try:
         there = run.run(usable, present)
     except (CorruptChunkError, IncompatibleError) as error:
-        raise CorruptChunkError(
-            f"{error}; {report.imported_shards} shards are imported, export the snapshot again"
-        ) from error
+        raise CorruptChunkError(f"{error} ({report.imported_shards} shards were imported before)") from error
     if run.is_full:
         report.is_full = True
         log.warning("kvsnap: the cap of %s ends the import after %d shards", disk.cache_dir, len(there))

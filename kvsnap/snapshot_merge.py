@@ -65,11 +65,12 @@ def merge_snapshots(
 
 
 def _merge(repository: Repository, session: WriteSession, refs: Sequence[str], tag: str | None) -> MergeReport:
-    parts = list(dict.fromkeys(repository.resolve(ref) for ref in refs))
-    manifests = [repository.manifest(part) for part in parts]
-    for ref, manifest in zip(refs, manifests, strict=False):
-        _check_same(refs[0], manifests[0], ref, manifest)
-    keep_snapshots(repository, session, dict(zip(parts, manifests, strict=True)))
+    opened = [repository.open_snapshot(ref) for ref in refs]
+    for ref, (_, manifest) in zip(refs, opened, strict=True):
+        _check_same(refs[0], opened[0][1], ref, manifest)
+    by_id = dict(opened)
+    parts, manifests = list(by_id), list(by_id.values())
+    keep_snapshots(repository, session, by_id)
     shards, catalog = join_catalogs([(manifest.shards, repository.catalog(manifest)) for manifest in manifests])
     inner = set(catalog.parent_row.tolist())
     totals = Totals(

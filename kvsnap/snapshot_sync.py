@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError
+from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
 from kvsnap.manifest import Digest
 from kvsnap.repository import Repository
 from kvsnap.rounds import Pace, Stop, StoppedError
@@ -102,8 +102,8 @@ class SnapshotSync:
         try:
             snapshot = self._resolve()
             if not self._is_done(snapshot):
-                report = self._import(snapshot)
-                self._done = report
+                report = self._done = self._import()
+                snapshot = report.snapshot  # the ref may have moved meanwhile
         except (ConfigError, StoppedError):
             raise
         except (KvsnapError, OSError) as error:
@@ -144,17 +144,21 @@ class SnapshotSync:
     def _resolve(self) -> Digest:
         if self._repository is None:
             self._repository = Repository.open(self._storage)
-        return self._repository.resolve(self._ref)
+        try:
+            return self._repository.resolve(self._ref)
+        except NotFoundError:
+            Repository.open(self._storage)  # is all of it gone? then that is what to say
+            raise
 
     def _is_done(self, snapshot: Digest) -> bool:
         """Whether this snapshot was imported, and nobody has removed the whole directory since."""
         done = self._done
         return done is not None and done.snapshot == snapshot and Path(done.directory).is_dir()
 
-    def _import(self, snapshot: Digest) -> ImportReport:
+    def _import(self) -> ImportReport:
         return import_snapshot(
             self._storage,
-            snapshot,
+            self._ref,
             self._cache_dir,
             max_bytes=self._max_bytes,
             other_engines=self._other_engines,

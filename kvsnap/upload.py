@@ -16,13 +16,17 @@ from kvsnap.keys import ChunkKey
 from kvsnap.known import KnownChunks, StoredShard
 from kvsnap.local_shards import LocalShard, open_shard
 from kvsnap.manifest import Digest
-from kvsnap.repository import Repository, shard_name
+from kvsnap.repository import Repository, shard_name, wrong_size
 from kvsnap.runtime import widen_affinity
 from kvsnap.shard import ChunkEntry
 from kvsnap.transfer import NUM_WORKERS, ShardHasher, pieces
 
 Source = LocalShard | StoredShard
 """Where chunks of a snapshot are: in a cache directory still, or in the repository already."""
+
+
+class DamagedObjectError(CorruptChunkError):
+    """The repository is damaged where a shard belongs, not the shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,7 @@ class Uploader:
         Raises:
             NotFoundError: it has vanished from the cache directory.
             CorruptChunkError: it is damaged there (the message names the chunk) or can't be read. Nothing was stored.
+            DamagedObjectError: the repository has something else under its name.
             StorageError: the repository failed.
         """
         if isinstance(source, StoredShard):
@@ -128,10 +133,7 @@ class Uploader:
                 self._known.forget({name})
                 return self._send(shard)
             if found != nbytes:
-                raise CorruptChunkError(
-                    f"{name} in {self._repository.url} is damaged: expected {nbytes} bytes, "
-                    f"found {found}; delete it and export again"
-                )
+                raise DamagedObjectError(str(wrong_size(name, self._repository.url, expected=nbytes, found=found)))
         return UploadedShard(digest=digest, nbytes=nbytes, blake3=source.blake3(), sent_bytes=nbytes if is_new else 0)
 
 

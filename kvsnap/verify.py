@@ -17,10 +17,10 @@ from typing import TypeVar
 
 from kvsnap.catalog import Catalog
 from kvsnap.errors import (
-    ConfigError,
     CorruptChunkError,
     IncompatibleError,
     KvsnapError,
+    MissingObjectError,
     NotFoundError,
     StorageError,
     UntrustedError,
@@ -29,7 +29,16 @@ from kvsnap.fetch import ShardTarget, check_against_catalog
 from kvsnap.known import list_shards
 from kvsnap.manifest import Digest, Manifest, decode_manifest
 from kvsnap.namespace import Namespace
-from kvsnap.repository import Repository, catalog_name, manifest_name, ref_name, shard_name
+from kvsnap.repository import (
+    Repository,
+    catalog_name,
+    dangling,
+    manifest_name,
+    missing,
+    ref_name,
+    shard_name,
+    wrong_size,
+)
 from kvsnap.runtime import widen_affinity
 from kvsnap.shard import FIRST_READ, ShardHeader, decode_header, header_length
 from kvsnap.signing import check_signed, signature_name
@@ -91,10 +100,10 @@ def verify_snapshot(
         if trusted is not None:
             _check_signature(repository, snapshot, data, trusted, report)
         manifest = decode_manifest(data, expect=snapshot)
-    except NotFoundError as error:
-        if not _is_ref(repository, ref):
+    except NotFoundError:
+        if not repository.is_ref(ref):
             raise
-        report.add("missing", ref_name(ref), f"ref {ref} names a snapshot that is gone: {error}")
+        report.add("missing", ref_name(ref), str(dangling(ref, snapshot, repository.url)))
         manifest = None
     except CorruptChunkError as error:
         report.add("damaged", manifest_name(snapshot), str(error))
@@ -171,18 +180,18 @@ class _Verification:
         try:
             found = self._storage.head(name).nbytes
         except NotFoundError:
-            self._report.add("missing", name, f"catalog {name} is missing in {self._repository.url}; export again")
+            self._report.add("missing", name, str(missing(name, self._repository.url)))
             return
         if found != record.nbytes:
-            message = f"catalog {name} is damaged: expected {record.nbytes} bytes, found {found}; export again"
-            self._report.add("damaged", name, message)
+            error = wrong_size(name, self._repository.url, expected=record.nbytes, found=found)
+            self._report.add("damaged", name, str(error))
 
     def _read_catalog(self) -> Catalog | None:
         name = catalog_name(self._manifest.catalog.digest)
         try:
             catalog = self._repository.catalog(self._manifest)
-        except (NotFoundError, CorruptChunkError) as error:
-            kind = "missing" if isinstance(error, NotFoundError) else "damaged"
+        except CorruptChunkError as error:
+            kind = "missing" if isinstance(error, MissingObjectError) else "damaged"
             self._report.add(kind, name, str(error))
             return None
         if (tokens := int(catalog.tokens.sum())) != self._manifest.totals.num_tokens:
@@ -200,7 +209,7 @@ class _Verification:
         try:
             self._check_shard(digest, nbytes, name, target, part)
         except NotFoundError:
-            part.add("missing", name, f"shard {name} is missing; export the snapshot again")
+            part.add("missing", name, str(missing(name, self._repository.url)))
         except ShortReadError as error:
             part.add("damaged", name, f"shard {name} is damaged: expected sha256 {digest[:12]}, but {error}")
         except StorageError as error:
@@ -216,7 +225,7 @@ class _Verification:
             found = self._storage.head(name).nbytes
         depth = self._report.depth
         if found != nbytes:
-            part.add("damaged", name, f"shard {name} is damaged: expected {nbytes} bytes, found {found}")
+            part.add("damaged", name, str(wrong_size(name, self._repository.url, expected=nbytes, found=found)))
         if depth == "quick" or (found != nbytes and depth != "read-data"):
             return
         header = self._check_header(name, found, target, part)
@@ -318,14 +327,6 @@ def _stored_header(storage: Storage, ns: Namespace, name: str, nbytes: int) -> S
     if found < length:
         raise CorruptChunkError(f"it ends at byte {found}, inside its header of {length} bytes")
     return decode_header(start[:length], nbytes, ns)
-
-
-def _is_ref(repository: Repository, name: str) -> bool:
-    try:
-        repository.ref(name)
-    except (ConfigError, NotFoundError):
-        return False
-    return True
 
 
 def _list_shards(repository: Repository, report: VerifyReport) -> dict[str, int] | None:

@@ -333,7 +333,7 @@ class TestMerge:
         storage.delete(lost)
         before = content_of(storage)
 
-        with pytest.raises(CorruptChunkError, match=f"{lost} is missing in memory; export it again"):
+        with pytest.raises(CorruptChunkError, match=f"{lost} is missing in memory; export the snapshot again"):
             merge_snapshots(storage, ["part-1", "part-2"], tag="all")
 
         assert content_of(storage) == before

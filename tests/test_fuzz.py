@@ -395,7 +395,7 @@ class TestSmallObjects:
     def test_ref(self, data: bytes) -> None:
         with at_most(MIB):
             try:
-                ref = decode_ref(data, "ref prod")
+                ref = decode_ref(data, "prod", "memory")
             except KvsnapError:
                 return
         for digest in (ref.snapshot, ref.previous, *(item.snapshot for item in ref.history)):

@@ -219,6 +219,50 @@ class TestRefuses:
             name for name in reachable(storage, exported.snapshot) if name.startswith("shards/")
         }
 
+    @pytest.mark.parametrize("untagged_s", [None, 0.0])
+    def test_a_ref_whose_manifest_is_gone_stops_it(
+        self, storage: TimedStorage, exported: ExportReport, tmp_path: Path, untagged_s: float | None
+    ) -> None:
+        """Invariant 5: what the ref's snapshot needs is as unknown as with a damaged manifest."""
+        lost = other_snapshot(tmp_path, storage, tag="lost")
+        other_snapshot(tmp_path, storage, seed=51)  # that a retirement would take
+        storage.time += 100
+        storage.delete(f"manifests/{lost.snapshot}.json")
+        before = content_of(storage)
+
+        for dry_run in (True, False):
+            with pytest.raises(CorruptChunkError, match=r"nothing is pruned: ref lost names.*kvsnap rm memory@lost"):
+                prune_repository(storage, grace_s=0, untagged_s=untagged_s, dry_run=dry_run)
+
+        assert content_of(storage) == before
+        remove(storage, "lost")
+        prune_repository(storage, grace_s=0)
+        assert not {name for name in before if name.startswith("catalogs/")} <= set(names_in(storage))
+
+    @pytest.mark.parametrize("what", ["removed", "moved"])
+    def test_a_ref_that_somebody_changes_meanwhile_does_not(
+        self, storage: TimedStorage, exported: ExportReport, tmp_path: Path, what: str
+    ) -> None:
+        """It was read before the manifests were, which a removal and another prune have taken since."""
+        gone = other_snapshot(tmp_path, storage, tag="other")
+        stopping = StoppingStorage(storage)
+
+        def change(operation: str, name: str) -> None:
+            if (operation, name) != ("list", "manifests/"):
+                return
+            stopping.before = lambda operation, name: None
+            if what == "removed":
+                storage.delete("refs/other.json")
+            else:
+                tag_snapshot(storage, "prod", "other")
+            storage.delete(f"manifests/{gone.snapshot}.json")
+
+        stopping.before = change
+        report = prune_repository(stopping, grace_s=0)
+
+        assert report.num_snapshots == 1
+        assert check_whole(storage) == {exported.snapshot}
+
     def test_a_manifest_of_a_later_version_stops_it(self, storage: TimedStorage, exported: ExportReport) -> None:
         from hashlib import sha256
 

@@ -165,10 +165,10 @@ class TestTag:
     @pytest.mark.parametrize(
         ("kind", "data", "problem"),
         [
-            ("shards/", None, "is missing in memory; export it again"),
-            ("catalogs/", None, "is missing in memory; export it again"),
-            ("shards/", b"short", r"is damaged: expected \d+ bytes, found 5; delete it and export it again"),
-            ("catalogs/", b"short", r"is damaged: expected \d+ bytes, found 5; delete it and export it again"),
+            ("shards/", None, "is missing in memory; export the snapshot again"),
+            ("catalogs/", None, "is missing in memory; export the snapshot again"),
+            ("shards/", b"short", r"in memory is damaged: expected \d+ bytes, found 5; delete it, then export"),
+            ("catalogs/", b"short", r"in memory is damaged: expected \d+ bytes, found 5; delete it, then export"),
         ],
     )
     def test_a_snapshot_that_lacks_something_is_refused(

@@ -213,6 +213,15 @@ class TestExport:
         with pytest.raises(NotFoundError, match="7 chunks were not selected"):
             export_snapshot(cache, str(repo), max_bytes=1000)
 
+    def test_nothing_but_damage_is_named(self, cache: Path, ns: Namespace, repo: Path) -> None:
+        shards = list(cache.rglob("*.safetensors"))
+        for path in shards:
+            flip(path, -4097)
+
+        with pytest.raises(NotFoundError, match="2 shards are damaged") as raised:
+            export_snapshot(cache, str(repo))
+        assert all(str(path) in str(raised.value) for path in shards)
+
     def test_a_damaged_shard_is_left_out_with_what_hangs_on_it(self, cache: Path, ns: Namespace, repo: Path) -> None:
         """A snapshot never holds bytes whose checksum is wrong."""
         added = store(cache, ns, chain(ns, prompt(9, 128)))
@@ -418,7 +427,7 @@ class TestDamage:
         DAMAGE[kind](path)
 
         report = verify_snapshot(str(repo), "prod")
-        with pytest.raises((CorruptChunkError, NotFoundError), match=f"{what[:-1]}|snapshot"):
+        with pytest.raises(CorruptChunkError, match=f"{what}/{path.name}"):
             import_snapshot(str(repo), "prod", tmp_path / "other")
 
         assert [problem.kind for problem in report.problems] == ["missing" if kind == "deleted" else "damaged"]
@@ -450,7 +459,7 @@ class TestDamage:
             messages.append(report.problems[0].message if report.problems else report.notes[0])
             assert report.is_good == (kind == "stray")
 
-        assert "is gone" in messages[0]
+        assert "ref prod names snapshot" in messages[0]
         assert "is missing" in messages[1]
         assert "belongs to no snapshot" in messages[2]
 
@@ -535,6 +544,14 @@ class TestImport:
 
         assert (report.chosen_shards, report.num_chunks) == (1, 5)
         assert len(chunks_at(tmp_path / "other", ns)) == 5
+
+    def test_what_was_there_before_counts_beyond_max_bytes(
+        self, repo: Path, exported: ExportReport, tmp_path: Path
+    ) -> None:
+        whole = import_snapshot(str(repo), "prod", tmp_path / "other")
+        again = import_snapshot(str(repo), "prod", tmp_path / "other", max_bytes=shards_of(repo)[0].stat().st_size)
+
+        assert (again.chosen_shards, again.num_chunks, again.num_tokens) == (1, whole.num_chunks, whole.num_tokens)
 
     def test_obeys_the_cap_that_the_directory_has(
         self, ns: Namespace, repo: Path, exported: ExportReport, tmp_path: Path

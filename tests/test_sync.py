@@ -219,6 +219,25 @@ class TestFailures:
         assert shard.name in (found.error or "")
         assert sync.round().outcome == "synced"
 
+    def test_a_ref_whose_manifest_is_gone_is_damage(
+        self, storage: CountingStorage, replica: Path, tmp_path: Path
+    ) -> None:
+        next((tmp_path / "repo" / "manifests").iterdir()).unlink()
+
+        found = SnapshotSync(storage, "latest", replica).round()
+
+        assert (found.outcome, found.is_refused) == ("failed", True)
+        assert "ref latest names snapshot" in (found.error or "")
+
+    def test_a_repository_that_vanishes_is_named(self, storage: CountingStorage, replica: Path, tmp_path: Path) -> None:
+        sync = SnapshotSync(storage, "latest", replica)
+        sync.round()
+        (tmp_path / "repo").rename(tmp_path / "unmounted")
+
+        assert "there is no kvsnap repository at" in (sync.round().error or "")
+        (tmp_path / "unmounted").rename(tmp_path / "repo")
+        assert sync.round().outcome == "unchanged"
+
     def test_a_name_that_makes_no_sense_never_will(self, storage: CountingStorage, replica: Path) -> None:
         with pytest.raises(ConfigError):
             SnapshotSync(storage, "a b", replica).round()

@@ -53,7 +53,7 @@ def open_remote(url: str, tier: DiskTier) -> RemoteSnapshot:
 
     url, ref = _split(url)
     repository = Repository.open(url)
-    manifest = repository.manifest(repository.resolve(ref), trusted=installed_keys())
+    _, manifest = repository.open_snapshot(ref, trusted=installed_keys())
     check_expected(manifest.namespace, tier.ns, f"snapshot {ref}")
     names = [shard_name(shard.digest) for shard in manifest.shards]
     return RemoteSnapshot(repository.storage, names, repository.catalog(manifest))

@@ -105,7 +105,8 @@ def export(
       0  exported (or unchanged)
       1  it could not be exported (no chunk, no access, an engine did not flush)
       2  wrong usage; several namespaces, none chosen, and not just one of them in use: they are listed
-      3  exported, but some shards of the cache directory are damaged and were left out
+      3  exported, but some shards of the cache directory are damaged and were left out; or not exported, since
+         the repository is damaged (no id is printed then)
     """
     signer = None if key_file is None else SigningKey.read(key_file)
 
@@ -209,6 +210,7 @@ def _print_text(report: ExportReport, signed_by: str | None) -> None:
             ("shards", f"{report.num_shards}, {size_text(report.nbytes)}"),
             ("sent", f"{report.sent_shards} shards, {size_text(report.sent_bytes)}"),
             ("left out", "chunks: " + ", ".join(left_out) if left_out else None),
+            ("damaged", f"{len(report.damaged)} shards were left out" if report.damaged else None),
             ("vanished", f"{report.vanished} shards were evicted meanwhile" if report.vanished else None),
         ),
         indent="  ",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvsnap.snapshot_import import import_snapshot
+from kvsnap.snapshot_import import ImportReport, import_snapshot
 from kvsnap_jobs.options import EXIT_PROBLEMS, SIZE, SNAPSHOT_URL, cache_dir_option, json_option, other_engines_option
 from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
 from kvsnap_jobs.trust_options import keys_to_trust, trust_options
@@ -50,8 +50,8 @@ def import_(
       0  imported, or there already
       1  it could not be imported (no such snapshot, no access, the disk failed)
       2  wrong usage
-      3  it is damaged, made for another engine, or not signed as required; or nothing fits under the cap of DIR;
-         with --partial: some of it was left out
+      3  it is damaged, made for another engine, or not signed as required; or nothing fits under --max-bytes or the
+         cap of DIR; with --partial: some of it was left out
     """
     url, ref = snapshot
     trusted = keys_to_trust(require_signature, trusted_keys)
@@ -69,8 +69,7 @@ def import_(
         )
     for problem in report.problems:
         click.echo(f"kvsnap: {problem}", err=True)
-    if report.is_full:
-        click.echo(f"kvsnap: the cap of {cache_dir} is reached; the rest of the snapshot was left out", err=True)
+    tell_left_out(report, cache_dir)
     if as_json:
         print_json(report, dry_run=dry_run)
     else:
@@ -86,8 +85,16 @@ def import_(
             ),
             indent="  ",
         )
-    if report.problems or (report.is_full and not report.num_chunks):
+    if report.problems or not report.num_chunks:
         ctx.exit(EXIT_PROBLEMS)
+
+
+def tell_left_out(report: ImportReport, cache_dir: Path) -> None:
+    """Say on stderr what a bound kept out."""
+    if not report.chosen_shards:
+        click.echo("kvsnap: no chunk of the snapshot fits under --max-bytes", err=True)
+    if report.is_full:
+        click.echo(f"kvsnap: the cap of {cache_dir} is reached; the rest of the snapshot was left out", err=True)
 
 
 def _shards(count: int, nbytes: int) -> str:

@@ -32,13 +32,12 @@ def show(snapshot: tuple[str, str], require_signature: bool | None, trusted_keys
       0  shown
       1  it could not be read (no such snapshot, no access)
       2  wrong usage
-      3  its manifest is damaged, needs a later kvsnap, or is not signed as required
+      3  its manifest is damaged or gone, needs a later kvsnap, or is not signed as required
     """
     url, ref = snapshot
     repository = Repository.open(url)
-    digest = repository.resolve(ref)
     trusted = keys_to_trust(require_signature, trusted_keys)
-    manifest = repository.manifest(digest, trusted=trusted if require_signature else None)
+    digest, manifest = repository.open_snapshot(ref, trusted=trusted if require_signature else None)
     signatures = [] if require_signature is False else _signatures(repository, digest, trusted)
     if as_json:
         print_json(manifest.to_json(), snapshot=DIGEST_PREFIX + digest, signatures=signatures)

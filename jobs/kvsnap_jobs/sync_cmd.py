@@ -8,6 +8,7 @@ import click
 
 from kvsnap.rounds import Pace
 from kvsnap.snapshot_sync import SnapshotSync, SyncRound
+from kvsnap_jobs.import_cmd import tell_left_out
 from kvsnap_jobs.options import (
     EXIT_FAILED,
     EXIT_PROBLEMS,
@@ -64,8 +65,8 @@ def sync(
       0  the directory is at REF; with --follow: it was ended by a signal, and the last round did well
       1  it could not be done (no such snapshot, no access, the disk failed)
       2  wrong usage
-      3  the snapshot is damaged, made for another engine, or not signed as required; or nothing fits under the cap
-         of DIR
+      3  the snapshot is damaged, made for another engine, or not signed as required; or nothing fits under
+         --max-bytes or the cap of DIR
     """
     url, ref = snapshot
     trusted = keys_to_trust(require_signature, trusted_keys)
@@ -110,8 +111,7 @@ def _tell(found: SyncRound, cache_dir: Path, *, is_json_lines: bool) -> None:
     report = found.report
     if report is None or click.get_current_context().params.get("as_json"):
         return
-    if report.is_full:
-        click.echo(f"kvsnap: the cap of {cache_dir} is reached; the rest of the snapshot was left out", err=True)
+    tell_left_out(report, cache_dir)
     fetched = f"{report.imported_shards} shards, {size_text(report.imported_bytes)} fetched"
     click.echo(f"{found.ref} {report.snapshot[:12]}: {report.num_chunks} of {report.total_chunks} chunks, {fetched}")
 
@@ -123,4 +123,4 @@ def _status(last: SyncRound | None) -> int:
     if last.outcome == "failed":
         return EXIT_PROBLEMS if last.is_refused else EXIT_FAILED
     report = last.report
-    return EXIT_PROBLEMS if report is not None and report.is_full and not report.num_chunks else 0
+    return EXIT_PROBLEMS if report is not None and not report.num_chunks else 0

@@ -47,7 +47,7 @@ _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class LocalStorage(Storage):
-    """A `Storage` in the directory `root`, which is made at the first write."""
+    """A `Storage` in the directory `root`, made at the first write, and for its owner alone: KV tells of prompts."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -60,7 +60,7 @@ class LocalStorage(Storage):
 
     def put_stream(self, pieces: Callable[[], Iterable[Buffer]], name: Callable[[], str]) -> bool:
         with _translate(self.url):
-            self.root.mkdir(parents=True, exist_ok=True)
+            self._make_root()
             with self._temp() as (fd, temp):
                 for i, piece in enumerate(pieces()):
                     if i == 0 and len(piece) >= DIRECT_MIN_BYTES:
@@ -145,7 +145,7 @@ class LocalStorage(Storage):
     def now(self) -> float:
         """The file system's clock, which on a network is not this machine's."""
         with _translate(self.url):
-            self.root.mkdir(parents=True, exist_ok=True)
+            self._make_root()
             with self._temp() as (fd, _):
                 return os.fstat(fd).st_mtime
 
@@ -172,6 +172,9 @@ class LocalStorage(Storage):
                         swept += _remove_if_unlocked(path, dry_run=dry_run)
         return swept
 
+    def _make_root(self) -> None:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     def _path(self, name: str) -> Path:
         """Where `name` lies; refuses a symbolic link on the way there."""
         path = self.root
@@ -184,6 +187,7 @@ class LocalStorage(Storage):
     def _place(self, name: str) -> Path:
         """Like `_path`, with its directories made and durable."""
         path = self._path(name)
+        self._make_root()
         missing = []
         parent = path.parent
         while not parent.is_dir():
@@ -206,7 +210,7 @@ class LocalStorage(Storage):
     @contextmanager
     def _lock(self) -> Iterator[None]:
         """Keep other writers that replace or delete out."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        self._make_root()
         path = self.root / LOCK_NAME
         fd = _open_lock(path)
         try:

@@ -105,6 +105,13 @@ def test_copy(repo: Path, first: str, second: str, tmp_path: Path) -> None:
     assert "is damaged" in run("copy", repo, tmp_path / "another", status=3).stderr
 
 
+def test_bounds_that_nothing_fits_under(repo: Path, first: str, tmp_path: Path) -> None:
+    for command in ("import", "sync"):
+        result = run(command, f"{repo}@prod", "--cache-dir", tmp_path / "other", "--max-bytes", "1", status=3)
+        assert "no chunk of the snapshot fits under --max-bytes" in result.stderr
+    assert not list(tmp_path.glob("other/**/*.safetensors"))
+
+
 def test_diff(repo: Path, first: str, second: str, tmp_path: Path) -> None:
     report = run_json("diff", f"{repo}@{first}", "@prod")
 
@@ -153,7 +160,7 @@ def test_a_snapshot_whose_shard_is_gone_is_damage(repo: Path, first: str, tmp_pa
         ("merge", f"{repo}@prod", "@part", "--tag", "next"),
         ("copy", f"{repo}@prod", tmp_path / "target", "--tag", "next"),
     ):
-        assert f"{lost}.safetensors is missing in {repo}; export it again" in run(*command, status=3).stderr
+        assert f"{lost}.safetensors is missing in {repo}; export the snapshot again" in run(*command, status=3).stderr
     assert run_json("list", repo)["problems"] == []
     assert not list(repo.glob("refs/next*"))
     assert not list(tmp_path.glob("target/*/*.json"))

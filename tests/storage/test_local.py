@@ -81,6 +81,15 @@ def test_links_and_special_files_are_refused(storage: LocalStorage) -> None:
     assert not (storage.root / "a" / "y").exists()
 
 
+def test_a_new_root_is_its_owners(tmp_path: Path) -> None:
+    """Whoever wants to share it makes the directory, or changes its mode."""
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    for root, mode in ((tmp_path / "a" / "repo", 0o700), (shared, 0o755)):
+        LocalStorage(root).put_if_absent("kvsnap.json", b"{}")
+        assert root.stat().st_mode & 0o777 == mode
+
+
 def test_sweep_takes_old_files_whose_writer_is_gone(storage: LocalStorage) -> None:
     """D10: fresh ones may be somebody's on another machine, locked ones are somebody's here."""
     storage.put_if_absent("x", b"")
