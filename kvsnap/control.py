@@ -127,7 +127,9 @@ def call(socket_path: Path, command: str, args: Mapping[str, Any], timeout_s: fl
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
             connection.settimeout(timeout_s)
             connection.connect(str(_checked(socket_path)))
-            connection.sendall(json.dumps({"args": dict(args), "command": command}).encode() + b"\n")
+            request = json.dumps({"args": dict(args), "command": command}).encode() + b"\n"
+            with contextlib.suppress(BrokenPipeError):  # an engine that refuses answers before it has read
+                connection.sendall(request)
             answer = json.loads(_read_line(connection, MAX_ANSWER_BYTES, timeout_s))
     except (FileNotFoundError, ConnectionRefusedError):
         raise NotFoundError(f"no engine listens on {socket_path}; it has stopped") from None

@@ -19,10 +19,10 @@ from kvsnap.rounds import Pace, Stop, StoppedError
 from kvsnap.snapshot_export import ExportReport
 from kvsnap.storage import Storage
 
-Export = Callable[[bool], ExportReport]
-"""Exports once. The argument: whether the ref is moved to a snapshot, too, that the repository had already."""
 IsOwed = Callable[[Digest], bool]
 """Whether the ref shall yet move to a snapshot that the repository had already."""
+Export = Callable[[IsOwed], ExportReport]
+"""Exports once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +78,7 @@ class ExportRounds:
             StoppedError: somebody said stop. The repository is as whole as before.
         """
         try:
-            report = self._export(False)
-            if not report.is_new and report.snapshot != self._settled and self._is_owed(report.snapshot):
-                report = self._export(True)
+            report = self._export(lambda snapshot: snapshot != self._settled and self._is_owed(snapshot))
         except (ConfigError, StoppedError):
             raise
         except (KvsnapError, OSError) as error:

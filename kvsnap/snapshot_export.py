@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,7 @@ def export_snapshot(
     flush: bool = True,
     flush_timeout_s: float = FLUSH_TIMEOUT_S,
     single_writer: bool = False,
-    moves_if_unchanged: bool = True,
+    moves_if_unchanged: Callable[[Digest], bool] = lambda snapshot: True,
     signer: SigningKey | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -136,7 +136,7 @@ def export_snapshot(
         select, max_bytes, include_salted: See `select_chunks`.
         flush: Have live engines write what only their DRAM holds first. Without, export what is on disk.
         single_writer: See `Repository.open`.
-        moves_if_unchanged: Whether `tag` is moved, too, to a snapshot that the repository had already.
+        moves_if_unchanged: Asked whether `tag` is moved, too, to this snapshot, which the repository had already.
         signer: Signs the manifest. Then what the repository has is relied on only where this key, or one of the
             trusted keys of this user (`kvsnap.trust`), has signed it; anything else is read here and hashed.
 
@@ -190,7 +190,7 @@ def _export(
     max_bytes: int | None,
     include_salted: bool,
     flushed: Mapping[str, Mapping[str, Any]],
-    moves_if_unchanged: bool,
+    moves_if_unchanged: Callable[[Digest], bool],
     signer: SigningKey | None,
     progress: Progress | None,
 ) -> ExportReport:
@@ -231,7 +231,7 @@ def _export(
 
     publisher = _Publisher(repository, ns, selection, uploaded, parent, signer)
     snapshot, is_new = publisher.publish(earlier, session)
-    is_tagged = tag is not None and (is_new or moves_if_unchanged)
+    is_tagged = tag is not None and (is_new or moves_if_unchanged(snapshot))
     if tag is not None and is_tagged:
         publish_ref(repository, session, tag, snapshot)
     return ExportReport(

@@ -6,6 +6,7 @@ import json
 import socket
 import stat
 import threading
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,28 @@ def test_another_users_process_is_refused(server: ControlServer, path: Path, mon
 
     with pytest.raises(KvsnapError, match="user 4711 may not"):
         call(path, "echo", {}, 5)
+
+
+def test_a_refusal_that_comes_before_the_request_is_sent(path: Path) -> None:
+    """The engine has answered and closed while the client was about to send."""
+
+    def refuse() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.sendall(b'{"error": "you may not", "ok": false}\n')
+
+    class Late(UserDict[str, Any]):
+        def keys(self) -> Any:
+            refusing.join()
+            return super().keys()
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        refusing = threading.Thread(target=refuse)
+        refusing.start()
+        with pytest.raises(KvsnapError, match="you may not"):
+            call(path, "echo", Late(), 5)
 
 
 def test_what_a_handler_raises_goes_to_the_client_only(server: ControlServer, path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvsnap.errors import ConfigError, StorageError
-from kvsnap.export_rounds import ExportRound, ExportRounds, is_owed
+from kvsnap.export_rounds import ExportRound, ExportRounds, IsOwed, is_owed
 from kvsnap.namespace import Namespace
 from kvsnap.refs import roll_back
 from kvsnap.repository import Repository
@@ -37,7 +37,7 @@ def storage() -> MemoryStorage:
 def leader(
     cache: Path, storage: Storage, *, stop: Stop | None = None, clock: Callable[[], float] | None = None
 ) -> ExportRounds:
-    def export(moves_if_unchanged: bool) -> ExportReport:
+    def export(moves_if_unchanged: IsOwed) -> ExportReport:
         return export_snapshot(cache, storage, tag="latest", moves_if_unchanged=moves_if_unchanged)
 
     return ExportRounds(

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from kvsnap.engines import namespaces_in_use
-from kvsnap.export_rounds import ExportRound, ExportRounds, is_owed
+from kvsnap.export_rounds import ExportRound, ExportRounds, IsOwed, is_owed
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.rounds import Pace
 from kvsnap.selection import SELECTS, Select
@@ -36,8 +36,8 @@ from kvsnap_jobs.output import ProgressBar, print_facts, print_json, print_json_
 from kvsnap_jobs.signals import stopped_by_signals
 from kvsnap_jobs.trust_options import signing_key_option
 
-Once = Callable[[str | Storage, bool, Progress | None], ExportReport]
-"""Exports to a storage; whether the ref moves if nothing is new; progress."""
+Once = Callable[[str | Storage, IsOwed, Progress | None], ExportReport]
+"""Exports to a storage; whether the ref moves to a snapshot that isn't new; progress."""
 
 
 @click.command()
@@ -110,7 +110,7 @@ def export(
     """
     signer = None if key_file is None else SigningKey.read(key_file)
 
-    def once(storage: str | Storage, moves_if_unchanged: bool, progress: Progress | None) -> ExportReport:
+    def once(storage: str | Storage, moves_if_unchanged: IsOwed, progress: Progress | None) -> ExportReport:
         matching = match_namespaces(cache_dir, namespace)
         chosen = namespaces_in_use(cache_dir, matching) if namespace is None and len(matching) > 1 else matching
         if len(chosen) != 1:
@@ -138,7 +138,7 @@ def export(
         status = _export_every(every_s, url, tag, once, signed_by, as_json=as_json)
     else:
         with ProgressBar("export") as bar:
-            report = once(url, True, bar)
+            report = once(url, lambda snapshot: True, bar)
         _warn(report)
         if as_json:
             print_json(report, signed_by=signed_by)
@@ -173,8 +173,10 @@ def _export_every(
             _print_text(found.report, signed_by)
 
     with stopped_by_signals() as stop, closing(StoppableStorage(open_storage(url, sleep=stop.sleep), stop)) as storage:
-        is_owed_here = partial(is_owed, storage, tag)
-        ExportRounds(lambda moves: once(storage, moves, None), is_owed=is_owed_here, stop=stop).run(Pace(every_s), told)
+        rounds = ExportRounds(
+            lambda moves: once(storage, moves, None), is_owed=partial(is_owed, storage, tag), stop=stop
+        )
+        rounds.run(Pace(every_s), told)
     if last is None:
         return 0
     if last.outcome == "failed":
