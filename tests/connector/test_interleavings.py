@@ -280,6 +280,8 @@ def test_no_order_of_copies_breaks_a_promise(seed: int) -> None:
 @pytest.mark.usefixtures("vllm")
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 1 << 32), st.sampled_from([True, True, False]))
+@example(570, True)  # five requests whose loads are over share all blocks
+@example(202, True)  # one copy of a load fails while another one of the same request goes on
 def test_both_halves_in_one_process_with_steps_in_flight(seed: int, is_v2: bool) -> None:
     """A19, B02, B.4: hooks in vLLM's order, metadata aliased, finish, abort, preempt, reset and faults anywhere."""
     play_engine(seed, is_v2=is_v2)

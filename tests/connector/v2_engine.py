@@ -242,7 +242,7 @@ class V2Engine:
             if external is None:
                 return None
             if external and is_async:
-                if not self._allocate(req, external):
+                if self._missing(req) + self._reserved() > len(self.free) or not self._allocate(req, external):
                     return None
                 self._tell(req, external)
                 req.state, req.computed = "loading", external
@@ -294,20 +294,20 @@ class V2Engine:
         req = next((req for req in self.waiting if req.id == name), None)
         assert req is not None, f"{name} was reported, and nobody waits for it"
         assert req.state == "loading", f"{name} was reported twice"
-        if req.computed == 0 and not req.blocks:
+        if req.computed == 0:
+            self._free(req)
             req.state = "waiting"
             return
         req.state = "loaded"
 
     def _go_back(self, bad: set[int]) -> None:
-        """Policy "recompute"."""
+        """Policy "recompute". A request that loads keeps its blocks until all of its load is over."""
         for req in [*self.waiting, *self.running]:
-            first = next((i for i, block in enumerate(req.blocks) if block in bad), None)
+            held = req.blocks[: -(-req.computed // TOKENS)]
+            first = next((i for i, block in enumerate(held) if block in bad), None)
             if first is None:
                 continue
             if req.state == "loading":
-                self.free.extend(req.blocks[first:])
-                del req.blocks[first:]
                 req.computed = first * TOKENS
             else:
                 req.computed = min(req.computed, first * TOKENS)
@@ -319,6 +319,15 @@ class V2Engine:
             return False
         req.blocks += [self.free.pop() for _ in range(max(0, needed))]
         return True
+
+    def _missing(self, req: Running) -> int:
+        """Blocks that it needs beyond those that it has, to run at all."""
+        return max(0, -(-req.request.num_tokens // TOKENS) - len(req.blocks))
+
+    def _reserved(self) -> int:
+        """Blocks that those need who hold some and can't be preempted, as `_inflight_prefill_reserved_blocks`: else
+        requests whose loads are over could hold all blocks, and none could go on."""
+        return sum(self._missing(req) for req in self.waiting if req.state in ("loading", "loaded"))
 
     def _free(self, req: Running) -> None:
         self.free.extend(req.blocks)
