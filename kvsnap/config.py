@@ -113,7 +113,9 @@ def parse_size(text: str | int, *, of: int | None = None) -> int:
         return text
     found = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise ConfigError(f"{text!r} is not a size, expected bytes, or for example 20GiB or 25%")
+        raise ConfigError(
+            f"{text!r} is not a size, expected bytes, or for example 20GiB{'' if of is None else ' or 25%'}"
+        )
     number, percent, unit = found.groups()
     if percent:
         if of is None:

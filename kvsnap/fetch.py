@@ -14,7 +14,7 @@ from kvsnap.local_shards import ChainCheck
 from kvsnap.manifest import Digest
 from kvsnap.namespace import Namespace
 from kvsnap.plan import I64
-from kvsnap.repository import damaged, missing, shard_name
+from kvsnap.repository import missing, shard_name
 from kvsnap.shard import ShardHeader, decode_header, header_length
 from kvsnap.storage import Reader, Storage
 from kvsnap.tiers.disk import DiskTier, Shard
@@ -108,7 +108,11 @@ class ShardFetcher:
         except NotFoundError as error:
             raise missing(name, self._storage.url) from error
         except CorruptChunkError as error:
-            raise damaged(name, self._storage.url, wrong_chunk() or str(error)) from None
+            # It may have been damaged on its way here only.
+            raise CorruptChunkError(
+                f"{name} in {self._storage.url} is damaged: {wrong_chunk() or error}; if `kvsnap verify --read-data` "
+                "reads it so, too, delete it, then export the snapshot again"
+            ) from None
 
 
 def check_against_catalog(header: ShardHeader, target: ShardTarget, ns: Namespace) -> None:

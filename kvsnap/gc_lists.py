@@ -90,7 +90,10 @@ def read_list(storage: Storage, list_id: str) -> GcList | None:
         ):
             raise ValueError("a field is wrong")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptChunkError(f"{name} in {storage.url} makes no sense ({error}); delete it, then prune") from None
+        raise CorruptChunkError(
+            f"{name} in {storage.url} is damaged ({error}); delete it. Snapshots that it lists as removed are listed "
+            "again then: remove them once more"
+        ) from None
     return GcList(id=list_id, reason=reason, marked=marked, sweeper=sweeper, objects=objects, version=version)
 
 

@@ -43,6 +43,8 @@ PRUNE_LEASE = "leases/prune.json"
 MAX_LEASE_BYTES = 1 << 20
 _MARGIN = 0.2
 """Share of the duration by which a holder gives up before others may act."""
+_SKEW_S = 60.0
+"""A lease from further in the future was written before somebody set the storage's clock back."""
 _HEARTBEAT = 0.2
 """Share of the duration after which it renews."""
 
@@ -75,7 +77,7 @@ class LeaseRecord:
     started: float
     """When it was taken, by the storage's clock [Unix time, s]."""
     age_s: float
-    """Since the last renewal, by the storage's clock."""
+    """Since the last renewal, by the storage's clock; below 0 where that clock was set back since."""
     version: str
 
     @property
@@ -85,7 +87,7 @@ class LeaseRecord:
 
     def describe(self) -> str:
         """For messages: who, and since when."""
-        return f"{self.kind} by {self.owner}, last heard of {self.age_s:.0f} s ago"
+        return f"{self.kind} by {self.owner}, last heard of {max(self.age_s, 0):.0f} s ago"
 
 
 def read_lease(storage: Storage, name: str) -> LeaseRecord | None:
@@ -115,7 +117,7 @@ def read_lease(storage: Storage, name: str) -> LeaseRecord | None:
             duration_s=_count(duration),
             seen=tuple(_text(item) for item in obj["seen"]),
             started=_count(obj["started"]),
-            age_s=max(storage.now() - modified, 0.0),
+            age_s=storage.now() - modified,
             version=version,
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -162,7 +164,13 @@ class Lease:
         held = None if name is None else read_lease(storage, name)
         if held is not None and held.is_live:
             left = held.duration_s - held.age_s
-            raise BusyError(f"{storage.url} is in use: {held.describe()}; wait, its lease runs out in {left:.0f} s")
+            hint = f"wait, its lease runs out in {left:.0f} s"
+            if held.age_s < -_SKEW_S:
+                hint = (
+                    f"its lease {held.name} was written {-held.age_s:.0f} s in the future of the storage's clock: if "
+                    "nobody is at work there, delete it"
+                )
+            raise BusyError(f"{storage.url} is in use: {held.describe()}; {hint}")
         lease_id = _new_id()
         record = LeaseRecord(
             name=name or f"leases/{lease_id}.json",

@@ -60,7 +60,11 @@ def list_snapshots(url: str | Storage) -> ListReport:
             refs.setdefault(repository.ref(name).snapshot, []).append(name)
         except (CorruptChunkError, NotFoundError, StorageError) as error:
             problems.append(str(error))
-    removed = removed_snapshots(read_lists(repository.storage))
+    removed: set[str] = set()
+    try:
+        removed = removed_snapshots(read_lists(repository.storage))
+    except CorruptChunkError as error:
+        problems.append(str(error))
     snapshots = [s for s in repository.snapshots() if s in refs or manifest_name(s) not in removed]
     for snapshot in sorted(refs.keys() - set(snapshots)):
         problems += [str(dangling(name, snapshot, repository.url)) for name in refs[snapshot]]

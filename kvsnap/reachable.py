@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError
 from kvsnap.gc_lists import GcList, removed_snapshots
 from kvsnap.manifest import Digest, Manifest
 from kvsnap.repository import Repository, manifest_name
+
+Tell = Callable[[CorruptChunkError | IncompatibleError], None]
+"""Told what can't be read; returns if that is to be left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,12 @@ class Reachable:
     """Of each ref the snapshot, which is one of these."""
 
 
-def reachable_snapshots(repository: Repository, lists: list[GcList]) -> Reachable:
+def raise_it(error: CorruptChunkError | IncompatibleError) -> None:
+    """A `Tell` that leaves nothing out."""
+    raise error
+
+
+def reachable_snapshots(repository: Repository, lists: list[GcList], tell: Tell = raise_it) -> Reachable:
     """Read every snapshot that is wanted. `lists`: what is to be deleted.
 
     What somebody removes meanwhile may be left out.
@@ -30,27 +39,40 @@ def reachable_snapshots(repository: Repository, lists: list[GcList]) -> Reachabl
         CorruptChunkError: a manifest or a ref is damaged.
         IncompatibleError: a manifest needs a later kvsnap.
     """
-    refs = {name: ref.snapshot for name, ref in repository.refs().items()}
+    refs: dict[str, Digest] = {}
+    for name in repository.ref_names():
+        try:
+            refs[name] = repository.ref(name).snapshot
+        except NotFoundError:  # it has just been removed
+            continue
+        except CorruptChunkError as error:
+            tell(error)
     named = set(refs.values())
     removed = removed_snapshots(lists)
     snapshots: dict[Digest, Manifest] = {}
+    unreadable: set[Digest] = set()
     for snapshot in repository.snapshots():
-        if manifest_name(snapshot) not in removed or snapshot in named:
-            with suppress(NotFoundError):
-                snapshots[snapshot] = _read(repository, snapshot)
+        if manifest_name(snapshot) in removed and snapshot not in named:
+            continue
+        try:
+            snapshots[snapshot] = repository.manifest(snapshot)
+        except NotFoundError:
+            continue
+        except CorruptChunkError as error:
+            unreadable.add(snapshot)
+            tell(error)
+        except IncompatibleError as error:
+            unreadable.add(snapshot)
+            remove = f"kvsnap rm {repository.url}@{snapshot}"
+            tell(IncompatibleError(f"{error}. If nobody wants this snapshot, remove it: {remove}", error.fields))
     for name, snapshot in list(refs.items()):
         if snapshot not in snapshots:
             del refs[name]
-            with suppress(NotFoundError):  # the ref is gone, too
-                refs[name], snapshots[refs[name]] = repository.open_snapshot(name)
+            if snapshot in unreadable:
+                continue
+            try:
+                with suppress(NotFoundError):  # the ref is gone, too
+                    refs[name], snapshots[refs[name]] = repository.open_snapshot(name)
+            except CorruptChunkError as error:
+                tell(error)
     return Reachable(snapshots, refs)
-
-
-def _read(repository: Repository, snapshot: Digest) -> Manifest:
-    try:
-        return repository.manifest(snapshot)
-    except (CorruptChunkError, IncompatibleError) as error:
-        message = f"{error}. If nobody wants this snapshot, remove it: kvsnap rm {repository.url}@{snapshot}"
-        if isinstance(error, IncompatibleError):
-            raise type(error)(message, error.fields) from None
-        raise type(error)(message) from None

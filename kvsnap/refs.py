@@ -77,6 +77,8 @@ class RemoveReport:
     nbytes: int
     """Bytes of the snapshots' shards; those that other snapshots need stay."""
     dry_run: bool
+    named_by: tuple[str, ...] = ()
+    """Other refs of the snapshot, which therefore stays."""
 
 
 def move_ref(repository: Repository, name: str, snapshot: Digest, *, expect: Digest | None = None) -> TagReport:
@@ -206,6 +208,7 @@ def remove(
         snapshots=tuple(there),
         nbytes=sum(_size(repository, digest) for digest in there),
         dry_run=dry_run,
+        named_by=tuple(others),
     )
 
 

@@ -26,7 +26,7 @@ from kvsnap.canonical import canonical_json, sha256_hex
 from kvsnap.catalog import Catalog, decode_catalog
 from kvsnap.errors import ConfigError, CorruptChunkError, KvsnapError, MissingObjectError, NotFoundError
 from kvsnap.features import FEATURES as FEATURES  # re-exported
-from kvsnap.features import KIND, check_marker, decode_marker
+from kvsnap.features import KIND, RESTORE_MARKER, check_marker, decode_marker
 from kvsnap.features import MARKER_NAME as MARKER_NAME
 from kvsnap.manifest import (
     DIGEST_PREFIX,
@@ -38,7 +38,7 @@ from kvsnap.manifest import (
 )
 from kvsnap.namespace import FORMAT
 from kvsnap.signing import check_signed
-from kvsnap.storage import Capabilities, LocalStorage, Storage, open_storage, probe_storage
+from kvsnap.storage import Capabilities, LocalStorage, RefusedError, Storage, open_storage, probe_storage
 from kvsnap.storage.wrapper import WrapperStorage
 from kvsnap.trust import TrustedKeys
 
@@ -133,7 +133,14 @@ def wrong_size(name: str, url: str, *, expected: int, found: int) -> CorruptChun
 
 
 def split_snapshot_url(text: str) -> tuple[str, str | None]:
-    """URL and ref (or id) of `URL@REF`; no ref where nothing follows an `@` in the last segment."""
+    """URL and ref (or id) of `URL@REF`; no ref where nothing follows an `@` in the last segment.
+
+    Options may stand before or after the ref: `s3://bucket/prefix?region=x@REF`, `s3://bucket/prefix@REF?region=x`.
+    """
+    head, mark, query = text.partition("?")
+    if mark and text.startswith("s3://") and "@" in head.rpartition("/")[2]:
+        url, ref = split_snapshot_url(head)
+        return f"{url}?{query}", ref
     url, at, ref = text.rpartition("@")
     if not at or not url or "/" in ref:
         return text, None
@@ -199,16 +206,36 @@ class Repository:
         return repository
 
     def _check_marker(self, operation: str, *, single_writer: bool) -> None:
-        try:
-            data = self.storage.get(MARKER_NAME, max_bytes=MAX_SMALL_BYTES)
-        except NotFoundError:
-            raise NotFoundError(f"there is no kvsnap repository at {self.url}: kvsnap.json is missing") from None
+        data = self._marker_bytes()
+        if data is None and self._has_snapshots():
+            data = self._marker_bytes()  # the first export may have made all of it in between
+            if data is None:
+                raise MissingObjectError(f"kvsnap.json is missing in {self.url}, where snapshots are; {RESTORE_MARKER}")
+        if data is None:
+            raise NotFoundError(f"there is no kvsnap repository at {self.url}: kvsnap.json is missing")
         marker = decode_marker(data, self.url)
         check_marker(marker, operation, self.url)
-        found = Capabilities.from_json(marker.get("store"))
+        try:
+            found = Capabilities.from_json(marker.get("store"))
+        except CorruptChunkError as error:
+            raise CorruptChunkError(f"kvsnap.json in {self.url} is damaged: {error}; {RESTORE_MARKER}") from None
         self.storage.use(found)  # to read, too: one that ignores ranges sends whole objects, to be skipped into
         if operation in ("write", "delete"):
             self._check_store(found, single_writer=single_writer)
+
+    def _marker_bytes(self) -> bytes | None:
+        try:
+            return self.storage.get(MARKER_NAME, max_bytes=MAX_SMALL_BYTES)
+        except NotFoundError:
+            return None
+        except CorruptChunkError as error:  # larger than any
+            raise CorruptChunkError(f"kvsnap.json in {self.url} is damaged: {error}; {RESTORE_MARKER}") from None
+
+    def _has_snapshots(self) -> bool:
+        try:
+            return bool(self.snapshots())
+        except RefusedError:  # who may not list isn't told
+            return False
 
     def _check_store(self, found: Capabilities, *, single_writer: bool) -> None:
         lacking = [name for name in ("conditional_create", "conditional_replace") if not getattr(found, name)]
@@ -227,17 +254,30 @@ class Repository:
 
         Raises:
             NotFoundError: no ref and no snapshot has this name.
-            ConfigError: the name isn't valid, or is the start of several ids.
+            ConfigError: the name isn't valid, is the start of several ids, or is a ref's and the start of another
+                snapshot's id.
         """
         text = name.removeprefix(DIGEST_PREFIX)
         if _HEX.fullmatch(text):
             return Digest(text)
+        named = None
         if text == name:
+            with suppress(NotFoundError):
+                named = self.ref(name).snapshot
+        found = []
+        if _ID_PREFIX.fullmatch(text):
             try:
-                return self.ref(name).snapshot
-            except NotFoundError:
-                pass
-        found = [digest for digest in self.snapshots() if digest.startswith(text)] if _ID_PREFIX.fullmatch(text) else []
+                found = [digest for digest in self.snapshots() if digest.startswith(text)]
+            except RefusedError:  # who may not list goes by refs and whole ids
+                if named is None:
+                    raise
+        if named is not None:
+            if others := set(found) - {named}:
+                raise ConfigError(
+                    f"{name} is a ref of {self.url}, and the start of snapshot id {min(others)}; write a whole id "
+                    "(sha256:…)"
+                )
+            return named
         if len(found) > 1:
             raise ConfigError(f"{name} is the start of {len(found)} snapshot ids in {self.url}; give more digits")
         if not found:
@@ -321,7 +361,10 @@ class Repository:
         data = self.manifest_bytes(snapshot)
         if trusted is not None:
             check_signed(self.storage, data, trusted)
-        return decode_manifest(data, expect=snapshot)
+        try:
+            return decode_manifest(data, expect=snapshot)
+        except CorruptChunkError as error:
+            raise self._damaged_manifest(snapshot, str(error)) from None
 
     def manifest_bytes(self, snapshot: Digest) -> bytes:
         """The bytes of a manifest, by their digest the right ones.
@@ -334,8 +377,17 @@ class Repository:
             data = self.storage.get(manifest_name(snapshot), max_bytes=MAX_MANIFEST_BYTES)
         except NotFoundError:
             raise NotFoundError(f"{self.url} has no snapshot {snapshot}; see `kvsnap list {self.url}`") from None
-        _check_digest(data, snapshot, manifest_name(snapshot), self.url)
+        except CorruptChunkError as error:  # larger than any
+            raise self._damaged_manifest(snapshot, str(error)) from None
+        if (found := sha256_hex(data)) != snapshot:
+            raise self._damaged_manifest(snapshot, f"expected sha256 {snapshot[:12]}, read {found[:12]}")
         return data
+
+    def _damaged_manifest(self, snapshot: Digest, what: str) -> CorruptChunkError:
+        return CorruptChunkError(
+            f"{manifest_name(snapshot)} in {self.url} is damaged: {what}; delete it, then export again with --tag (or "
+            f"remove the snapshot: kvsnap rm {self.url}@{snapshot})"
+        )
 
     def catalog_bytes(self, manifest: Manifest) -> bytes:
         """The bytes of a snapshot's catalog, by size and digest the right ones.
@@ -350,7 +402,10 @@ class Repository:
             data = self.storage.get(name, max_bytes=record.nbytes)
         except NotFoundError:
             raise missing(name, self.url) from None
-        _check_digest(data, record.digest, name, self.url)
+        except CorruptChunkError as error:  # larger than the manifest says
+            raise damaged(name, self.url, str(error)) from None
+        if (found := sha256_hex(data)) != record.digest:
+            raise damaged(name, self.url, f"expected sha256 {record.digest[:12]}, read {found[:12]}")
         return data
 
     def catalog(self, manifest: Manifest) -> Catalog:
@@ -426,11 +481,6 @@ def _decode_ref(data: bytes) -> Ref:
             for item in history[:MAX_HISTORY]
         ),
     )
-
-
-def _check_digest(data: bytes, expect: Digest, name: str, url: str) -> None:
-    if (found := sha256_hex(data)) != expect:
-        raise damaged(name, url, f"expected sha256 {expect[:12]}, read {found[:12]}")
 
 
 def _is_fresh(storage: Storage) -> bool:

@@ -12,15 +12,15 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
 from kvsnap.gc_lists import read_lists
 from kvsnap.known import list_shards
-from kvsnap.manifest import MAX_MANIFEST_BYTES, Digest, Manifest, ShardRecord, decode_manifest
+from kvsnap.manifest import Digest, Manifest, ShardRecord
 from kvsnap.reachable import reachable_snapshots
 from kvsnap.refs import publish_ref
-from kvsnap.repository import Repository, damaged, manifest_name, missing, ref_name, shard_name
+from kvsnap.repository import Repository, damaged, missing, ref_name, shard_name
 from kvsnap.runtime import widen_affinity
 from kvsnap.signing import read_signatures, signature_name, store_signature
 from kvsnap.storage import Storage
@@ -52,6 +52,8 @@ class CopyReport:
     server_side_shards: int = 0
     """Of the copied ones, shards that the store copied by itself. It vouches for their bytes; their sizes are
     compared."""
+    problems: list[str] = field(default_factory=list)
+    """Of a copy of all: what is damaged, and was left out."""
 
 
 def copy_snapshots(
@@ -71,9 +73,9 @@ def copy_snapshots(
         tag: Ref of the target that shall name the snapshot `ref` afterwards.
 
     Raises:
-        NotFoundError: no such repository or snapshot.
-        CorruptChunkError: an object is damaged or missing in the source, or another lies under its name in the target.
-            What was copied before is whole.
+        NotFoundError: no such repository or snapshot; a manifest was removed meanwhile.
+        CorruptChunkError: an object of the snapshot `ref` is damaged or missing in the source, or another lies under
+            its name in the target. What was copied before is whole. Without `ref` such snapshots are left out.
         StorageError: a repository failed.
     """
     if tag is not None:
@@ -81,12 +83,18 @@ def copy_snapshots(
         if ref is None:
             raise ConfigError("a tag names one snapshot; say which one to copy")
     source = Repository.open(source_url)
+    problems: list[str] = []
     if ref is not None:
         snapshot, manifest = source.open_snapshot(ref)
         manifests = {snapshot: manifest}
         refs = {} if tag is None else {tag: snapshot}
     else:
-        found = reachable_snapshots(source, read_lists(source.storage))
+        try:
+            lists = read_lists(source.storage)
+        except CorruptChunkError as error:
+            problems.append(str(error))
+            lists = []
+        found = reachable_snapshots(source, lists, lambda error: problems.append(str(error)))
         manifests, refs = found.snapshots, found.refs
     report = CopyReport(
         source=source.url,
@@ -94,6 +102,7 @@ def copy_snapshots(
         dry_run=dry_run,
         snapshots=tuple(manifests),
         refs=tuple(refs),
+        problems=problems,
     )
     records = list({shard.digest: shard for manifest in manifests.values() for shard in manifest.shards}.values())
     report.num_shards = len(records)
@@ -109,7 +118,7 @@ def copy_snapshots(
         report.present_shards = len(records) - len(missing)
         return report
     target = Repository.open_or_create(target_url, single_writer=single_writer)
-    copy = _Copy(source, target, report, threads=threads, progress=progress)
+    copy = _Copy(source, target, report, may_leave_out=ref is None, threads=threads, progress=progress)
     under_lease(target, "copy", lambda session: copy.run(session, manifests, refs))
     report.present_shards = report.num_shards - report.copied_shards
     return report
@@ -117,11 +126,19 @@ def copy_snapshots(
 
 class _Copy:
     def __init__(
-        self, source: Repository, target: Repository, report: CopyReport, *, threads: int, progress: Progress | None
+        self,
+        source: Repository,
+        target: Repository,
+        report: CopyReport,
+        *,
+        may_leave_out: bool,
+        threads: int,
+        progress: Progress | None,
     ) -> None:
         self._source = source
         self._target = target
         self._report = report
+        self._may_leave_out = may_leave_out
         self._threads = threads
         self._progress = progress
         self._lock = threading.Lock()
@@ -129,15 +146,27 @@ class _Copy:
 
     def run(self, session: WriteSession, manifests: dict[Digest, Manifest], refs: dict[str, Digest]) -> None:
         self._done = 0
+        failed: dict[Digest, str] = {}
         for snapshot, manifest in manifests.items():
-            self._copy_shards(session, manifest.shards)
-            catalog = self._source.catalog_bytes(manifest)
-            data = self._source.storage.get(manifest_name(snapshot), max_bytes=MAX_MANIFEST_BYTES)
-            decode_manifest(data, expect=snapshot)
-            self._copy_signatures(session, snapshot)
-            publish_snapshot(self._target, session, catalog=catalog, manifest=data)
+            try:
+                self._copy_snapshot(session, snapshot, manifest)
+            except CorruptChunkError as error:
+                if not self._may_leave_out:
+                    raise
+                failed[snapshot] = f"snapshot {snapshot[:12]} is left out: {error}"
         for name, snapshot in refs.items():
-            publish_ref(self._target, session, name, snapshot)
+            if snapshot not in failed:
+                publish_ref(self._target, session, name, snapshot)
+        self._report.problems += failed.values()
+        self._report.snapshots = tuple(s for s in manifests if s not in failed)
+        self._report.refs = tuple(name for name, snapshot in refs.items() if snapshot not in failed)
+
+    def _copy_snapshot(self, session: WriteSession, snapshot: Digest, manifest: Manifest) -> None:
+        catalog = self._source.catalog_bytes(manifest)
+        data = self._source.manifest_bytes(snapshot)
+        self._copy_shards(session, manifest.shards)
+        self._copy_signatures(session, snapshot)
+        publish_snapshot(self._target, session, catalog=catalog, manifest=data)
 
     def _copy_shards(self, session: WriteSession, records: Sequence[ShardRecord]) -> None:
         missing = _missing(self._target, records)

@@ -233,7 +233,11 @@ def _export(
     snapshot, is_new = publisher.publish(earlier, session)
     is_tagged = tag is not None and (is_new or moves_if_unchanged(snapshot))
     if tag is not None and is_tagged:
-        publish_ref(repository, session, tag, snapshot)
+        try:
+            publish_ref(repository, session, tag, snapshot)
+        except KvsnapError:
+            log.warning("kvsnap: snapshot %s is published; ref %s was not moved to it", snapshot, tag)
+            raise
     return ExportReport(
         snapshot=snapshot,
         url=repository.url,

@@ -32,6 +32,7 @@ from kvsnap.repository import Repository, missing, shard_name, wrong_size
 from kvsnap.storage import RefusedError, Storage
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.tiers.paths import SHARDS
+from kvsnap.tiers.quota import read_marker, room_bytes
 from kvsnap.tiers.writers import only_importer
 from kvsnap.transfer import Progress
 from kvsnap.trust import TrustedKeys
@@ -113,12 +114,14 @@ def import_snapshot(
 
     Raises:
         NotFoundError: no such repository or snapshot.
+        ConfigError: `cache_dir` is something else, e.g. a repository. Nothing was touched.
         UntrustedError: none of `trusted` signed it. Nothing was touched.
         IncompatibleError: of another model, layout or version; `fields` says which differ. Nothing was touched.
         CorruptChunkError: damaged; names the object, and the chunk where it can. Nothing was touched, or a valid part
             is there.
         StorageError: the repository or the disk failed. Nothing was touched, or a valid part is there.
     """
+    read_marker(cache_dir)
     repository = Repository.open(url)
     snapshot, manifest = repository.open_snapshot(ref, trusted=trusted)
     ns, what = manifest.namespace, f"snapshot {ref}"
@@ -151,6 +154,7 @@ def import_snapshot(
     missing = [unit for unit in plan.units if unit.shard not in present]
     usable = _check_stored(repository, manifest, missing, report, allow_partial=allow_partial)
     if dry_run:
+        usable, report.is_full = _fitting(usable, room_bytes(cache_dir, cache_dir / ns.dirname))
         report.imported_shards = len(usable)
         report.imported_bytes = sum(unit.nbytes for unit in usable)
         present |= {unit.shard for unit in usable}
@@ -171,6 +175,17 @@ def import_snapshot(
         placed = _fetch(repository, disk, plan, usable, present, report, allow_partial=allow_partial, progress=progress)
         report.num_chunks, report.num_tokens = plan.count(placed, is_there)
     return report
+
+
+def _fitting(units: Sequence[ImportUnit], room: int) -> tuple[list[ImportUnit], bool]:
+    """Those that fit in `room` bytes, and whether that ends them early."""
+    fitting: list[ImportUnit] = []
+    for unit in units:
+        room -= unit.nbytes
+        if room < 0:
+            return fitting, True
+        fitting.append(unit)
+    return fitting, False
 
 
 def _shards_time(directory: Path) -> int | None:

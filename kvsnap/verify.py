@@ -210,10 +210,11 @@ class _Verification:
             self._check_shard(digest, nbytes, name, target, part)
         except NotFoundError:
             part.add("missing", name, str(missing(name, self._repository.url)))
-        except ShortReadError as error:
-            part.add("damaged", name, f"shard {name} is damaged: expected sha256 {digest[:12]}, but {error}")
         except StorageError as error:
-            part.add("unreadable", name, str(error))
+            message = str(error)
+            if isinstance(error, ShortReadError):  # every try broke off: nobody can tell which of the two it is
+                message = f"{error}; expected sha256 {digest[:12]}: the object is cut off, or connections to it are"
+            part.add("unreadable", name, message)
             self._unreadable.append(error)
         return part
 

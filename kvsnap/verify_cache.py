@@ -77,7 +77,7 @@ def verify_cache_dir(
         scan = scan_shards(directory, ns)
         shards += scan.shards
         for bad in scan.damaged:
-            if bad.path.exists():
+            if os.path.lexists(bad.path):  # else it was evicted
                 report.add("damaged", str(bad.path), f"shard {bad.path} is damaged: {bad.reason}")
         live, num_dead = live_entries(ns, scan.shards)
         report.num_shards += len(scan.shards)

@@ -115,7 +115,7 @@ class TestCopy:
         target = MemoryStorage()
 
         with pytest.raises((CorruptChunkError, StorageError), match=r"shards/"):
-            copy_snapshots(source, target, threads=1)
+            copy_snapshots(source, target, ref="prod", threads=1)
         assert check_whole(target) == set()
         assert len(names_in(target, "shards/")) <= 1
 
@@ -127,7 +127,7 @@ class TestCopy:
         target = MemoryStorage()
 
         with pytest.raises(CorruptChunkError, match=f"{name} in memory is damaged: expected sha256"):
-            copy_snapshots(storage, target)
+            copy_snapshots(storage, target, ref="prod")
         assert name not in names_in(target)
         assert check_whole(target) == set()
 
@@ -137,7 +137,7 @@ class TestCopy:
         target.put(names_in(target, "shards/")[0], b"something")
 
         with pytest.raises(CorruptChunkError, match="found 9; delete it and copy again"):
-            copy_snapshots(storage, target)
+            copy_snapshots(storage, target, ref="prod")
 
     def test_dry_run_touches_nothing(self, storage: TimedStorage, exported: ExportReport, tmp_path: Path) -> None:
         report = copy_snapshots(storage, str(tmp_path / "target"), dry_run=True)
@@ -164,10 +164,32 @@ class TestCopy:
             storage.delete(name)
 
             with pytest.raises(CorruptChunkError, match=f"{name} is missing in memory"):
-                copy_snapshots(storage, target)
+                copy_snapshots(storage, target, ref="prod")
             assert name not in names_in(target)
             assert check_whole(target) == set()
             storage.put(name, data)
+
+    @pytest.mark.parametrize("kind", ["shards/", "catalogs/", "manifests/", "refs/other", "gc/"])
+    def test_of_all_leaves_out_what_is_damaged(
+        self, storage: TimedStorage, exported: ExportReport, ns: Namespace, tmp_path: Path, kind: str
+    ) -> None:
+        """One bad snapshot must not keep the others from a backup."""
+        store(tmp_path / "bad", ns, chain(ns, prompt(50, 128)))
+        bad = export_snapshot(tmp_path / "bad", storage, tag="other").snapshot
+        parts = {*reachable(storage, bad), "refs/other.json", f"gc/{'0' * 32}.json"}
+        name = next(name for name in parts if name.startswith(kind))
+        storage.put(name, b"garbage")
+        target = MemoryStorage()
+
+        report = copy_snapshots(storage, target)
+
+        is_whole = kind in ("refs/other", "gc/")
+        assert set(report.snapshots) == check_whole(target) == {exported.snapshot} | ({bad} if is_whole else set())
+        assert Repository(target).ref("prod").snapshot == exported.snapshot
+        refs = {"prod", "other"} if kind == "gc/" else {"prod"}
+        assert set(report.refs) == set(Repository(target).ref_names()) == refs
+        assert len(report.problems) == 1
+        assert (name if kind != "refs/other" else "ref other") in report.problems[0]
 
     def test_a_ref_that_is_removed_meanwhile_is_left_out(self, storage: TimedStorage, exported: ExportReport) -> None:
         tag_snapshot(storage, "prod", "gone")

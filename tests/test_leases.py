@@ -56,6 +56,14 @@ class TestOneHolder:
         with pytest.raises(BusyError, match=rf"prune by .*pid {os.getpid()}.*42 s ago.*258 s"):
             Lease.acquire(storage, "prune", name=PRUNE_LEASE)
 
+    def test_a_lease_from_the_future_is_called_that(self, storage: TimedStorage) -> None:
+        """Somebody set the clock back: to wait for the lease to run out may take years."""
+        Lease.acquire(storage, "prune", name=PRUNE_LEASE)
+        storage.time -= 1e6
+
+        with pytest.raises(BusyError, match=f"{PRUNE_LEASE} was written 1000000 s in the future .* delete it"):
+            Lease.acquire(storage, "prune", name=PRUNE_LEASE)
+
     def test_a_lease_that_ran_out_is_taken_over(self, storage: TimedStorage) -> None:
         """D08: by the storage's clock, so it doesn't matter on which host the holder died."""
         first = Lease.acquire(storage, "prune", name=PRUNE_LEASE)

@@ -6,9 +6,9 @@ import click
 
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.repository import split_snapshot_url
-from kvsnap.repository_copy import THREADS, copy_snapshots
+from kvsnap.repository_copy import THREADS, CopyReport, copy_snapshots
 from kvsnap.storage.s3_options import MAX_THREADS
-from kvsnap_jobs.options import REPOSITORY_URL, TAG, dry_run_option, json_option, single_writer_option
+from kvsnap_jobs.options import EXIT_PROBLEMS, REPOSITORY_URL, TAG, dry_run_option, json_option, single_writer_option
 from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
 
 
@@ -23,10 +23,20 @@ from kvsnap_jobs.output import ProgressBar, print_facts, print_json, size_text
 @dry_run_option
 @single_writer_option
 @json_option
+@click.pass_context
 def copy(
-    source: str, target: str, tag: str | None, threads: int, dry_run: bool, single_writer: bool, as_json: bool
+    ctx: click.Context,
+    source: str,
+    target: str,
+    tag: str | None,
+    threads: int,
+    dry_run: bool,
+    single_writer: bool,
+    as_json: bool,
 ) -> None:
     """Copy a snapshot to another repository; without @REF all snapshots and all refs.
+
+    Of all snapshots those that are damaged are named and left out, with their refs.
 
     What the target has is not moved again. Every object is checked by its digest on the
     way; between two places of one store the store copies shards by itself, and vouches
@@ -46,9 +56,17 @@ def copy(
         report = copy_snapshots(
             url, target, ref=ref, tag=tag, dry_run=dry_run, single_writer=single_writer, threads=threads, progress=bar
         )
+    for problem in report.problems:
+        click.echo(f"kvsnap: {problem}", err=True)
     if as_json:
         print_json(report)
-        return
+    else:
+        _print_text(report)
+    if report.problems:
+        ctx.exit(EXIT_PROBLEMS)
+
+
+def _print_text(report: CopyReport) -> None:
     for snapshot in report.snapshots:
         click.echo(DIGEST_PREFIX + snapshot)
     server = f", {report.server_side_shards} of them by the store" if report.server_side_shards else ""
@@ -58,7 +76,7 @@ def copy(
             ("shards", f"{report.num_shards}, {size_text(report.nbytes)}"),
             ("there already", report.present_shards),
             (
-                "to copy" if dry_run else "copied",
+                "to copy" if report.dry_run else "copied",
                 f"{report.copied_shards} shards, {size_text(report.copied_bytes)}{server}",
             ),
         ),

@@ -85,7 +85,8 @@ def export(
     Asks live engines to flush, then uploads the shards that the repository doesn't have
     yet and publishes a snapshot of exactly what was there at the call. A chunk goes
     along only with all its ancestors. If shards and chunks are those of an earlier
-    snapshot, nothing is published and its id is printed. May be killed and repeated.
+    snapshot, nothing is published and its id is printed. May be killed and repeated. Of
+    what the repository has it compares sizes alone: kvsnap verify --read-data reads it.
 
     With --sign-key the manifest is signed before anybody sees it, and chunks that the
     repository has are relied on only where this key or a trusted one has signed them.

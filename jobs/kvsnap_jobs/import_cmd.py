@@ -40,10 +40,11 @@ def import_(
     first, and a chunk never without its ancestors. A snapshot that is damaged, or that
     none of the live engines of DIR could use, is refused, and nothing is touched (what
     shows only while a shard is read ends the import; what is there then is a valid
-    part). With --other-engines it may be for engines that are still to come, as in a
-    deploy of another model beside the old one. The cap of DIR holds. Live engines notice
-    new shards by themselves. May be killed and repeated. Where trusted keys are installed,
-    one of them must have signed it.
+    part). What DIR has already is not read again: kvsnap verify --cache-dir does that.
+    With --other-engines it may be for engines that are still to come, as in a deploy of
+    another model beside the old one. The cap of DIR holds. Live engines notice new shards
+    by themselves. May be killed and repeated. Where trusted keys are installed, one of
+    them must have signed it.
 
     \b
     Exit status:

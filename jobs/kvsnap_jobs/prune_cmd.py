@@ -66,8 +66,9 @@ def prune(
     Lists all of it with size and last use, also what stays, and why.
 
     With URL: shards, catalogs and manifests that no snapshot of the repository needs,
-    after the grace period, and what interrupted writes left. Never anything that a
-    running export, copy or merge may rely on. Bytes go in two steps: the first prune
+    after the grace period, and what interrupted writes left (files that nobody has touched
+    for an hour, uploads begun a day ago). Never anything that a running export, copy or
+    merge may rely on. Bytes go in two steps: the first prune
     marks them, and one that runs after the grace period deletes them.
 
     \b
@@ -75,7 +76,7 @@ def prune(
       0  done (or with --dry-run: shown)
       1  it could not be done (no such directory, no access, something did not go, another prune runs)
       2  wrong usage
-      3  with URL: a manifest or a ref is damaged or of a later version; nothing was deleted
+      3  with URL: a manifest or a ref is damaged, missing or of a later version; nothing was deleted
     """
     if (url is None) == (cache_dir is None):
         raise click.UsageError("name either a repository (URL) or a cache directory (--cache-dir DIR)")

@@ -27,6 +27,7 @@ def rm(snapshot: tuple[str, str], with_snapshot: bool, dry_run: bool, single_wri
       0  removed
       1  it could not be removed (nothing of this name, refs name it, no access)
       2  wrong usage
+      3  what is to be deleted can't be read, as it is damaged; nothing was removed
     """
     url, ref = snapshot
     report = remove(url, ref, with_snapshot=with_snapshot, dry_run=dry_run, single_writer=single_writer)
@@ -36,5 +37,7 @@ def rm(snapshot: tuple[str, str], with_snapshot: bool, dry_run: bool, single_wri
     verb = "would remove" if dry_run else "removed"
     for name in report.refs:
         click.echo(f"{verb} ref {name}")
+    if report.named_by:
+        click.echo(f"the snapshot stays, since it is named by {', '.join(report.named_by)}")
     for digest in report.snapshots:
         click.echo(f"{verb} snapshot {digest[:12]}, {size_text(report.nbytes)}; prune frees what no other needs")

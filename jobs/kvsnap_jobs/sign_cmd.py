@@ -26,6 +26,8 @@ def sign(snapshot: tuple[str, str], key_file: Path, single_writer: bool, as_json
     id rather than by a ref that others can move. `kvsnap export --sign-key` signs while
     the bytes are still your own.
 
+    Only the manifest is read, so whether all parts are there says `kvsnap verify`.
+
     The public key that is printed belongs into the trusted keys file of those who import.
 
     \b

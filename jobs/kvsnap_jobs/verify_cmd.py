@@ -93,7 +93,8 @@ def verify(
             click.echo(f"{problem.kind}: {problem.message}")
         for note in report.notes:
             click.echo(f"note: {note}")
-        verdict = "good" if report.is_good else f"{len(report.problems)} problems"
+        objects = len({problem.object for problem in report.problems})
+        verdict = "good" if report.is_good else f"{len(report.problems)} problems in {objects} objects"
         text = f"{verdict}: {report.num_shards} shards"
         if report.num_chunks or not quick:  # headers aren't opened for a quick look at a cache directory
             text += f", {report.num_chunks} chunks"
@@ -105,4 +106,11 @@ def verify(
             text += f", signed by {report.signed_by}"
         click.echo(text)
     if not report.is_good:
+        if cache_dir is not None:
+            click.echo(
+                "kvsnap: engines take what is damaged for a miss; remove these files, and import or compute again",
+                err=True,
+            )
+        else:
+            click.echo("kvsnap: delete what is damaged, then export again (docs/snapshots.md, section 4)", err=True)
         ctx.exit(EXIT_PROBLEMS)

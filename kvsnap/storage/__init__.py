@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,6 +54,9 @@ __all__ = [
 ]
 
 
+_SCHEME = re.compile(r"(s3|file):", re.ASCII | re.IGNORECASE)
+
+
 def open_storage(
     url: str,
     options: S3Options | Mapping[str, Any] | None = None,
@@ -70,6 +74,8 @@ def open_storage(
     if "://" not in url:
         if not url:
             raise ConfigError("the repository's URL is empty; give a path, a file:// or an s3:// URL")
+        if scheme := _SCHEME.match(url):
+            raise ConfigError(f"URL {url} lacks slashes: write {scheme[1]}://…, or for a path of this name ./{url}")
         return LocalStorage(Path(url).expanduser())
     parts = urlsplit(url)
     if parts.scheme == "file":

@@ -86,9 +86,16 @@ class Capabilities:
 
     @classmethod
     def from_json(cls, obj: object) -> Capabilities:
-        """What isn't recorded counts as missing."""
+        """As `to_json` gave it.
+
+        Raises:
+            CorruptChunkError: it makes no sense.
+        """
         found = obj if isinstance(obj, Mapping) else {}
-        return cls(**{field.name: found.get(field.name) is True for field in fields(cls)})
+        for field in fields(cls):
+            if not isinstance(found.get(field.name), bool):
+                raise CorruptChunkError(f"it doesn't say whether the store has {field.name}")
+        return cls(**{field.name: found[field.name] for field in fields(cls)})
 
 
 ALL_CAPABILITIES = Capabilities(conditional_create=True, conditional_replace=True, ranges=True, checksums=True)

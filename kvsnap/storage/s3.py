@@ -109,7 +109,7 @@ class S3Storage(Storage):
                 raise CorruptChunkError(f"{self._what(name)} has {reader.left} bytes, at most {max_bytes} are expected")
             buffer = bytearray(reader.left)
             reader.readinto(memoryview(buffer))
-        return Versioned(bytes(buffer), str(answer["ETag"]))
+        return Versioned(bytes(buffer), str(self._told(answer, "ETag", name)))
 
     def put_if_match(self, name: str, data: Buffer, version: str | None) -> bool:
         if version is None:
@@ -123,7 +123,7 @@ class S3Storage(Storage):
                     found = self._s3().head_object(Bucket=self._bucket, Key=self._key(name))
             except NotFoundError:
                 return False
-            if found["ETag"] != version:
+            if self._told(found, "ETag", name) != version:
                 return False
         return self._create(name, lambda: self._put(name, body, _sha256(body), condition), body)
 
@@ -159,7 +159,8 @@ class S3Storage(Storage):
             self._check_bucket()
             raise
         self._bucket_seen = True
-        return ObjectInfo(name=name, nbytes=int(found["ContentLength"]), modified=found["LastModified"].timestamp())
+        nbytes, modified = (self._told(found, field, name) for field in ("ContentLength", "LastModified"))
+        return ObjectInfo(name=name, nbytes=int(nbytes), modified=modified.timestamp())
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """A request per page, when it is asked for. From where a store doesn't keep to S3's order, all at once."""
@@ -194,9 +195,7 @@ class S3Storage(Storage):
 
     def now(self) -> float:
         """The `Date` of an answer; to the second, as `modified` is."""
-        with self._edge(""):
-            answer = self._s3().list_objects_v2(Bucket=self._bucket, Prefix=self.location.prefix, MaxKeys=1)
-        text = answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")
+        text = self._first_page()["ResponseMetadata"]["HTTPHeaders"].get("date", "")
         try:
             return parsedate_to_datetime(text).timestamp()
         except ValueError:
@@ -219,7 +218,8 @@ class S3Storage(Storage):
             return False
         if (found := source.head(name).nbytes) != nbytes:
             raise CorruptChunkError(
-                f"{source._what(name)} is damaged: expected {nbytes} bytes, found {found}; export it again"
+                f"{source._what(name)} is damaged: expected {nbytes} bytes, found {found}; delete it, then export the "
+                "snapshot again"
             )
         origin = {"Bucket": source.location.bucket, "Key": source._key(name)}
         arguments = {"ChecksumAlgorithm": "SHA256"} | self.options.encryption()
@@ -231,9 +231,7 @@ class S3Storage(Storage):
         return True
 
     def is_empty(self) -> bool:
-        with self._edge(""):
-            answer = self._s3().list_objects_v2(Bucket=self._bucket, Prefix=self.location.prefix, MaxKeys=1)
-        return not answer.get("Contents")
+        return not self._first_page().get("Contents")
 
     def sweep(self, *, dry_run: bool = False) -> int:
         """Abort kvsnap's multipart uploads that began more than a day ago, by the store's clock."""
@@ -315,7 +313,7 @@ class S3Storage(Storage):
         with self._edge(name):
             answer = self._s3().get_object(Bucket=self._bucket, Key=self._key(name), **condition)
         self._bucket_seen = True
-        nbytes = int(answer["ContentLength"])
+        nbytes = int(self._told(answer, "ContentLength", name))
         return BodyReader(answer["Body"], nbytes, self._what(name), lambda: self._edge(name)), answer
 
     def _is_range(self, name: str, answer: Mapping[str, Any], offset: int) -> bool:
@@ -341,7 +339,7 @@ class S3Storage(Storage):
         return True
 
     def _put(self, name: str, body: bytes | PieceBody, checksum: str, condition: Mapping[str, str]) -> None:
-        self._s3().put_object(
+        answer = self._s3().put_object(
             Bucket=self._bucket,
             Key=self._key(name),
             Body=body,
@@ -351,13 +349,14 @@ class S3Storage(Storage):
             **condition,
             **self.options.encryption(),
         )
+        self._told(answer, "ETag", name)
 
     def _put_parts(self, name: str, pieces: Callable[[], Iterable[Buffer]], nbytes: int) -> None:
         """In parts, each held in memory while it is sent."""
         where = {"Bucket": self._bucket, "Key": self._key(name)}
         client = self._s3()
         upload = client.create_multipart_upload(**where, ChecksumAlgorithm="SHA256", **self.options.encryption())
-        where["UploadId"] = upload["UploadId"]
+        where["UploadId"] = self._told(upload, "UploadId", name)
         try:
             parts = []
             part_bytes = max(self.options.part_bytes, -(-nbytes // MAX_PARTS))
@@ -367,7 +366,8 @@ class S3Storage(Storage):
                 sent = client.upload_part(
                     **where, PartNumber=number, Body=body, ContentLength=len(part), ChecksumSHA256=checksum
                 )
-                parts.append({"PartNumber": number, "ETag": sent["ETag"], "ChecksumSHA256": checksum})
+                etag = self._told(sent, "ETag", name)
+                parts.append({"PartNumber": number, "ETag": etag, "ChecksumSHA256": checksum})
             try:
                 client.complete_multipart_upload(**where, MultipartUpload={"Parts": parts}, **self._if_absent())
             except Exception as error:
@@ -404,7 +404,30 @@ class S3Storage(Storage):
                 page = next(pages, None)
             if page is None:
                 return
+            self._told(page, "IsTruncated", prefix)
             yield page
+
+    def _first_page(self) -> Mapping[str, Any]:
+        """A listing of one object at most."""
+        with self._edge(""):
+            answer: Mapping[str, Any] = self._s3().list_objects_v2(
+                Bucket=self._bucket, Prefix=self.location.prefix, MaxKeys=1
+            )
+        self._told(answer, "IsTruncated", "")
+        return answer
+
+    def _told(self, answer: Mapping[str, Any], field: str, name: str) -> Any:
+        """A field that every answer of this kind has.
+
+        A login page that some proxy sends with status 200 would else pass for an empty listing or a finished write,
+        and a prune would believe it.
+        """
+        if (found := answer.get(field)) is None:
+            raise StorageError(
+                f"{self._what(name)}: what {self._endpoint()} answered is not S3's, it has no {field}; is a proxy in "
+                "between?"
+            )
+        return found
 
 
 class _BeyondTheEndError(Exception):

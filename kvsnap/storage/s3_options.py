@@ -100,12 +100,16 @@ def parse_s3_url(url: str, options: Mapping[str, Any] | S3Options | None = None)
     prefix = unquote(parts.path).strip("/")
     if parts.scheme != "s3" or not _BUCKET.fullmatch(parts.netloc):
         raise ConfigError(f"URL {url} has no valid bucket name, expected s3://bucket/prefix")
-    if parts.fragment or (prefix and not is_valid_name(prefix)):
+    if "#" in url:
+        raise ConfigError(f"URL {url} has a #, which no bucket, prefix or option has; write %23 in an option's value")
+    if prefix and not is_valid_name(prefix):
         raise ConfigError(f"URL {url}: prefix {prefix!r:.100} is not valid; use plain segments joined by slashes")
     found: dict[str, Any] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in _URL_KEYS:
             raise ConfigError(f"URL {url} has option {name!r}, expected one of {', '.join(_URL_KEYS)}")
+        if not value or name in found:
+            raise ConfigError(f"URL {url} has option {name} {'twice' if value else 'without a value'}")
         found[name] = value
     if isinstance(options, S3Options):
         base = options

@@ -63,15 +63,38 @@ def write_marker(cache_dir: Path, cap_bytes: int | None) -> None:
 
 def filesystem_bytes(directory: Path) -> int:
     """Size of the file system that holds `directory`, or will once it is made."""
+    found = _filesystem(directory)
+    return found.f_blocks * found.f_frsize
+
+
+def free_bytes(directory: Path) -> int:
+    """What this user may still write to the file system that holds `directory`, or will once it is made."""
+    found = _filesystem(directory)
+    return found.f_bavail * found.f_frsize
+
+
+def _filesystem(directory: Path) -> os.statvfs_result:
     while not directory.exists():
         directory = directory.parent
-    found = os.statvfs(directory)
-    return found.f_blocks * found.f_frsize
+    return os.statvfs(directory)
 
 
 def default_cap(cache_dir: Path) -> int:
     """80 % of the file system of `cache_dir`, in bytes."""
     return int(filesystem_bytes(cache_dir) * DEFAULT_SHARE)
+
+
+def room_bytes(cache_dir: Path, own: Path) -> int:
+    """About how many real bytes an import into the namespace `own` could place now; `cache_dir` may not exist yet.
+
+    Quarantine and namespaces that nobody uses would give way for them.
+    """
+    cap = read_marker(cache_dir) or default_cap(cache_dir)
+    used = Meter(cache_dir).used_bytes()
+    for directory in paths.namespace_dirs(cache_dir):
+        is_foreign = directory != own and not is_used(directory)
+        used -= Meter(directory if is_foreign else directory / paths.QUARANTINE).used_bytes()
+    return max(0, min(cap - margin(cap) - used, free_bytes(cache_dir)))
 
 
 class Meter:

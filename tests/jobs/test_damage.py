@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,9 @@ CASES: dict[tuple[str, str], set[str]] = {
     ("manifests", "truncated"): READERS | NAMES,
     ("manifests", "flipped"): READERS | NAMES,
     ("refs", "truncated"): READERS | NAMES | {"export"},
+    ("kvsnap.json", "deleted"): READERS | NAMES | {"export"},
+    ("kvsnap.json", "truncated"): READERS | NAMES | {"export"},
+    ("kvsnap.json", "flipped"): READERS | NAMES | {"export"},
 }
 """What is damaged, and how: the commands that end with exit status 3. All others do well."""
 
@@ -47,10 +51,11 @@ def damaged(
         patches.setattr("kvsnap.snapshot_export.now_text", lambda: "2026-01-01T00:00:00Z")
         run("export", "--cache-dir", cache, "--to", repo, "--tag", "prod")
     kind, how = request.param
-    found = sorted(set(repo.glob("shards/*/*.safetensors" if kind == "shards" else f"{kind}/*")) - others)
+    pattern = {"shards": "shards/*/*.safetensors", "kvsnap.json": "kvsnap.json"}.get(kind, f"{kind}/*")
+    found = sorted(set(repo.glob(pattern)) - others)
     path = found[0]
     if how == "flipped":
-        flip(path, -1 if kind == "shards" else path.stat().st_size // 2)
+        flip(path, -1 if kind == "shards" else path.stat().st_size * 3 // 4)
     else:
         DAMAGE[how](path)
     return path
@@ -95,7 +100,10 @@ def test_is_said_by_every_command_that_meets_it(
 def test_what_is_advised_mends_it(damaged: Path, cache: Path, repo: Path, tmp_path: Path) -> None:
     """Delete what is damaged, then export again. For a broken ref: remove the ref."""
     advice = run("import", f"{repo}@prod", "--cache-dir", tmp_path / "other", status=3).stderr
-    if f"remove it: kvsnap rm {repo}@prod" in advice and damaged.parent.name == "refs":
+    if "put back a copy of it, or kvsnap.json of another repository" in advice:
+        run("export", "--cache-dir", tmp_path / "part", "--to", tmp_path / "another")
+        shutil.copy(tmp_path / "another" / "kvsnap.json", damaged)
+    elif f"remove it: kvsnap rm {repo}@prod" in advice and damaged.parent.name == "refs":
         run("rm", f"{repo}@prod")
     elif "delete it" in advice:
         damaged.unlink()
@@ -110,3 +118,42 @@ def test_what_is_advised_mends_it(damaged: Path, cache: Path, repo: Path, tmp_pa
     run("prune", repo, "--grace", "0")
     run("prune", repo, "--grace", "0")
     assert run_json("verify", f"{repo}@prod", "--read-data")["is_good"]
+
+
+def test_of_a_list_of_what_is_to_go(cache: Path, ns: Namespace, repo: Path, tmp_path: Path) -> None:
+    """It says what was removed: who would delete or publish stops, who looks goes on."""
+    store(tmp_path / "part", ns, chain(ns, prompt(5, 128)))
+    gone = run_json("export", "--cache-dir", tmp_path / "part", "--to", repo)["snapshot"]
+    kept = run_json("export", "--cache-dir", cache, "--to", repo, "--tag", "prod")["snapshot"]
+    run("rm", f"{repo}@{gone}")
+    (path,) = repo.glob("gc/*.json")
+    path.write_bytes(b"garbage")
+
+    listed = run_json("list", repo, status=3)
+    assert {row["snapshot"] for row in listed["snapshots"]} == {gone, kept}
+    assert path.name in listed["problems"][0]
+    assert run_json("copy", repo, tmp_path / "target", status=3)["snapshots"] == sorted([gone, kept])
+    run("verify", f"{repo}@prod")
+    for command in (("tag", f"{repo}@prod", "x"), ("prune", repo), ("export", "--cache-dir", cache, "--to", repo)):
+        assert "delete it. Snapshots that it lists as removed are listed again" in run(*command, status=3).stderr
+
+    path.unlink()
+    run("rm", f"{repo}@{gone}")
+    assert [row["snapshot"] for row in run_json("list", repo)["snapshots"]] == [kept]
+
+
+def test_damage_in_the_cache_directory(cache: Path, ns: Namespace, repo: Path, tmp_path: Path) -> None:
+    """An import doesn't read again what is there; doing what verify advises mends it."""
+    run("export", "--cache-dir", cache, "--to", repo, "--tag", "prod")
+    run("import", f"{repo}@prod", "--cache-dir", tmp_path / "other")
+    shard = next((tmp_path / "other").rglob("*.safetensors"))
+    flip(shard, -1)
+
+    run("import", f"{repo}@prod", "--cache-dir", tmp_path / "other")
+    found = run("verify", "--cache-dir", tmp_path / "other", "--read-data", status=3)
+
+    assert str(shard) in found.stdout
+    assert "remove these files" in found.stderr
+    shard.unlink()
+    run("import", f"{repo}@prod", "--cache-dir", tmp_path / "other")
+    run("verify", "--cache-dir", tmp_path / "other", "--read-data")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from kvsnap.repository import split_snapshot_url
 from kvsnap_jobs.cli import main
 
 
@@ -82,3 +83,18 @@ def test_help_names_every_kind_of_repository() -> None:
     words = " ".join(run("--help").stdout.split())
 
     assert all(kind in words for kind in ("a path", "file://", "s3://"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://bucket/p?region=x@prod", ("s3://bucket/p?region=x", "prod")),
+        ("s3://bucket/p@prod?region=x", ("s3://bucket/p?region=x", "prod")),
+        ("s3://bucket/p@prod?endpoint=http://h:9", ("s3://bucket/p?endpoint=http://h:9", "prod")),
+        ("s3://bucket/p?endpoint=http://h:9@prod", ("s3://bucket/p?endpoint=http://h:9", "prod")),
+        ("s3://bucket/p?region=x", ("s3://bucket/p?region=x", None)),
+        ("/a@b/c@d?e", ("/a@b/c", "d?e")),
+    ],
+)
+def test_options_of_a_url_stand_before_or_after_the_ref(text: str, expected: tuple[str, str | None]) -> None:
+    assert split_snapshot_url(text) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from kvsnap.leases import PRUNE_LEASE, Lease
 from kvsnap.namespace import Namespace
 from kvsnap.storage import LocalStorage
+from kvsnap.tiers.disk import DiskTier
 from tests.disk_fakes import Snapshot, make_namespace
-from tests.jobs.command import run, run_json
+from tests.jobs.command import invoke, run, run_json
 from tests.repository_fakes import check_whole
 from tests.snapshot_fakes import chain, prompt, store
 
@@ -110,6 +112,48 @@ def test_bounds_that_nothing_fits_under(repo: Path, first: str, tmp_path: Path) 
         result = run(command, f"{repo}@prod", "--cache-dir", tmp_path / "other", "--max-bytes", "1", status=3)
         assert "no chunk of the snapshot fits under --max-bytes" in result.stderr
     assert not list(tmp_path.glob("other/**/*.safetensors"))
+
+
+def test_a_dry_run_of_an_import_knows_the_cap(repo: Path, first: str, ns: Namespace, tmp_path: Path) -> None:
+    """Invariant 7: it says what the import will do, no more."""
+    shards = [path.stat().st_size for path in repo.glob("shards/*/*")]
+    for cap in (sum(shards) * 4, max(shards) + (400 << 10), 20_000):
+        caches = [tmp_path / f"{cap}-{i}" for i in range(2)]
+        for directory in caches:
+            DiskTier(directory, ns, cap_bytes=cap).close()
+        args = ("import", f"{repo}@prod", "--cache-dir")
+        done = invoke(*args, caches[0], "--json")
+        planned = invoke(*args, caches[1], "--dry-run", "--json")
+        assert planned.exit_code == done.exit_code
+        facts = [json.loads(result.stdout) for result in (planned, done)]
+        for name in ("num_chunks", "imported_shards", "imported_bytes", "is_full"):
+            assert facts[0][name] == facts[1][name], (cap, name)
+
+
+def test_an_import_into_a_repository_touches_nothing(repo: Path, first: str) -> None:
+    before = Snapshot.of(repo)
+
+    assert "is not a cache directory" in run("import", f"{repo}@prod", "--cache-dir", repo, status=1).stderr
+
+    assert Snapshot.of(repo) == before
+
+
+def test_a_ref_that_is_also_the_start_of_an_id(repo: Path, first: str, second: str) -> None:
+    """Nobody can tell which one is meant."""
+    run("tag", f"{repo}@{second}", first[:8])
+
+    assert "is a ref" in run("show", f"{repo}@{first[:8]}", status=1).stderr
+    assert first in run("show", f"{repo}@sha256:{first}").stdout
+    run("tag", f"{repo}@{second}", "20261130")
+    assert second in run("show", f"{repo}@20261130").stdout
+    assert f"removed ref {first[:8]}" in run("rm", f"{repo}@{first[:8]}").stdout
+    assert first in run("show", f"{repo}@{first[:8]}").stdout
+
+
+def test_a_removed_refs_snapshot_that_stays_is_said(repo: Path, first: str) -> None:
+    run("tag", f"{repo}@prod", "other")
+
+    assert "the snapshot stays, since it is named by other" in run("rm", f"{repo}@prod", "--with-snapshot").stdout
 
 
 def test_diff(repo: Path, first: str, second: str, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ class Trouble:
     """What happens to requests of `method` for keys like `key`.
 
     `what`: a status (answered instead of acting), `drop` (no answer, nothing done), `drop_after` (done, no answer),
-    `truncate` (half of the body, then the connection closes), `silence` (no answer until the server stops).
+    `truncate` (half of the body, then the connection closes), `silence` (no answer until the server stops), `login`
+    (a page of some proxy, with status 200).
     """
 
     method: str
@@ -178,6 +179,9 @@ class _Handler(BaseHTTPRequestHandler):
             state.stopped.wait(30)
         if trouble in ("drop", "silence"):
             self.close_connection = True
+            return
+        if trouble == "login":
+            self._answer(200, b"<html><body>login</body></html>", {"Content-Type": "text/html"})
             return
         if method == "PUT":
             status, code = state.put(key, data, {name.lower(): value for name, value in self.headers.items()})

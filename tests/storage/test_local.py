@@ -81,6 +81,20 @@ def test_links_and_special_files_are_refused(storage: LocalStorage) -> None:
     assert not (storage.root / "a" / "y").exists()
 
 
+def test_who_may_not_write_may_ask_for_the_time(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run of a prune on a read-only mount."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+    assert abs(storage.now() - time.time()) < 5
+
+
 def test_a_new_root_is_its_owners(tmp_path: Path) -> None:
     """Whoever wants to share it makes the directory, or changes its mode."""
     shared = tmp_path / "shared"
@@ -176,7 +190,8 @@ def test_urls(tmp_path: Path) -> None:
     "url",
     ["", "http://x/y", "file://host/x", "s3://", "s3:///x", "s3://b ad/x", "s3://bucket/../x", "s3://bucket/x?nothing=1",
      "s3://bucket/x?addressing=sideways", "s3://bucket/x?sse=rot13", "s3://bucket/x?kms_key=1",
-     "s3://bucket/x?endpoint=127.0.0.1:9000", "s3://bucket/x#y"],
+     "s3://bucket/x?endpoint=127.0.0.1:9000", "s3://bucket/x#y", "s3:/bucket/x", "S3:bucket/x", "file:/x",
+     "s3://bucket/x?region=", "s3://bucket/x?region=a&region=b"],
 )  # fmt: skip
 def test_urls_that_make_no_sense(url: str) -> None:
     with pytest.raises(ConfigError):

@@ -6,13 +6,18 @@ import http.client
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from kvsnap.errors import CorruptChunkError, StorageError
+from kvsnap.namespace import Namespace
+from kvsnap.repository_prune import prune_repository
+from kvsnap.snapshot_export import export_snapshot
 from kvsnap.storage import (
     Capabilities,
     RefusedError,
@@ -25,7 +30,7 @@ from kvsnap.storage import (
     s3_body,
 )
 from kvsnap.testing import StorageSuite
-from tests.storage.fake_s3 import BUCKET, FakeS3, Request, Trouble, fake_s3
+from tests.storage.fake_s3 import BUCKET, FakeS3, Request, Trouble, etag, fake_s3
 
 pytest.importorskip("boto3")
 
@@ -174,6 +179,30 @@ def test_a_body_that_stays_short_is_an_error(storage: Storage, store: FakeS3) ->
         storage.read_into("x", buffer, 0)
     with pytest.raises(ShortReadError, match="p/x"):
         storage.get("x", max_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda storage: list(storage.list("refs/")),
+        lambda storage: storage.is_empty(),
+        lambda storage: storage.now(),
+        lambda storage: storage.sweep(),
+        lambda storage: storage.head("x"),
+        lambda storage: storage.get("x", max_bytes=100),
+        lambda storage: storage.put("x", b"new"),
+        lambda storage: storage.put_if_absent("y", b"new"),
+        lambda storage: storage.put_if_match("x", b"new", etag(b"old")),
+        lambda storage: storage.put_known("y", lambda: [b"new"], nbytes=3, sha256=sha256(b"new").hexdigest()),
+    ],
+)
+def test_a_login_page_is_no_answer(storage: Storage, store: FakeS3, ask: Callable[[Storage], object]) -> None:
+    """It comes with status 200, from a proxy: no empty listing, and no write that was done."""
+    store.objects["p/x"] = b"old"
+    store.settings.troubles = [Trouble(method, "login", times=None) for method in ("GET", "PUT", "HEAD")]
+
+    with pytest.raises(StorageError, match="is a proxy in between"):
+        ask(storage)
 
 
 @pytest.mark.parametrize(("status", "match"), [(403, "access denied.*s3:PutObject"), (507, "no room left")])
@@ -357,3 +386,15 @@ def test_the_sdks_answer_is_where_it_was(storage: Storage, monkeypatch: pytest.M
     storage.get("a", max_bytes=100)
 
     assert [type(response) for response in found] == [http.client.HTTPResponse]
+
+
+def test_a_login_page_prunes_nothing(storage: Storage, store: FakeS3, cache: Path, ns: Namespace) -> None:
+    """Invariant 5: a listing of refs or manifests that is no listing would mean that nobody needs anything."""
+    export_snapshot(cache, storage, tag="prod")
+    before = dict(store.objects)
+    store.settings.troubles = [Trouble("GET", "login", key="", times=None)]
+
+    with pytest.raises(StorageError, match="is a proxy in between"):
+        prune_repository(storage, grace_s=0, untagged_s=0)
+
+    assert {name: data for name, data in store.objects.items() if "/leases/" not in name} == before
