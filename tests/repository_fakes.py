@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kvsnap.listing import list_snapshots
 from kvsnap.manifest import Digest
+from kvsnap.namespace import Namespace
 from kvsnap.repository import Repository, catalog_name, manifest_name, shard_name
+from kvsnap.repository_prune import prune_repository
+from kvsnap.snapshot_export import ExportReport, export_snapshot
 from kvsnap.storage import MemoryStorage, Storage
 from kvsnap.storage.wrapper import WrapperStorage
+from tests.snapshot_fakes import chain, prompt, store
 
 T = TypeVar("T")
 MAX = 1 << 30
@@ -156,3 +162,35 @@ def reachable(storage: Storage, snapshot: str) -> set[str]:
     manifest = Repository(storage).manifest(Digest(snapshot))
     names = {shard_name(shard.digest) for shard in manifest.shards}
     return names | {catalog_name(manifest.catalog.digest), manifest_name(Digest(snapshot))}
+
+
+def race(storage: Storage, cache: Path, ns: Namespace) -> None:
+    """Two exporters send the same shards at once, while a prune without grace runs again and again: nothing is lost."""
+    Repository.open_or_create(storage)
+    more = cache.parent / "more"
+    shutil.copytree(cache, more)
+    store(more, ns, chain(ns, prompt(9, 128)))
+    barrier = threading.Barrier(3, timeout=20)
+    stop = threading.Event()
+
+    def export(directory: Path, tag: str) -> list[ExportReport]:
+        barrier.wait()
+        return [export_snapshot(directory, storage, tag=tag) for _ in range(3)]
+
+    def prune() -> int:
+        barrier.wait()
+        rounds = 0
+        while not stop.is_set():
+            prune_repository(storage, grace_s=0)
+            rounds += 1
+        return rounds
+
+    tasks = [Task(lambda: export(cache, "one")), Task(lambda: export(more, "two"))]
+    pruning = Task(prune)
+    reports = [report for task in tasks for report in task.result()]
+    stop.set()
+
+    assert pruning.result() >= 1
+    assert {report.snapshot for report in reports} <= check_whole(storage)
+    prune_repository(storage, grace_s=0)
+    assert {report.snapshot for report in reports} <= check_whole(storage)

@@ -21,7 +21,7 @@ from kvsnap.repository import MARKER_NAME, Repository
 from kvsnap.repository_prune import GRACE_S, PruneReport, prune_repository
 from kvsnap.snapshot_export import ExportReport, export_snapshot
 from kvsnap.snapshot_import import import_snapshot
-from kvsnap.storage import Capabilities, LocalStorage, RetryStorage
+from kvsnap.storage import Capabilities, LocalStorage, RetryStorage, Storage
 from kvsnap.testing import Fault, FaultyStorage, Rule
 from kvsnap.verify import verify_snapshot
 from kvsnap.writing import WriteSession
@@ -35,6 +35,7 @@ from tests.repository_fakes import (
     check_whole,
     content_of,
     names_in,
+    race,
     reachable,
     removing,
 )
@@ -62,7 +63,7 @@ def other_snapshot(tmp_path: Path, storage: Any, *, seed: int = 50, tag: str | N
     return report
 
 
-def interrupted_export(cache: Path, storage: TimedStorage) -> None:
+def interrupted_export(cache: Path, storage: Storage) -> None:
     """One that dies after its shards, before its manifest, and whose lease runs out."""
     faulty = FaultyStorage(storage, [Rule(fault=Fault.ERROR_BEFORE, name="manifests/*", operation="put*", times=None)])
     faulty.rules.append(Rule(fault=Fault.ERROR_BEFORE, operation="delete", times=None))
@@ -536,37 +537,15 @@ class TestRaces:
 
         assert check_whole(storage) == {exported.snapshot, other.snapshot}
 
-    def test_two_exporters_and_a_prune(self, storage: TimedStorage, cache: Path, ns: Namespace, tmp_path: Path) -> None:
-        """D09 too: both exporters send the same shards at once, while a prune without grace runs again and again."""
+    @pytest.mark.parametrize("where", ["memory", "directory"])
+    def test_two_exporters_and_a_prune(self, where: str, cache: Path, ns: Namespace, tmp_path: Path) -> None:
+        """D09 too."""
+        storage = TimedStorage() if where == "memory" else LocalStorage(tmp_path / "repo")
         interrupted_export(cache, storage)
-        storage.time += 2 * GRACE_S
-        more = tmp_path / "more"
-        shutil.copytree(cache, more)
-        store(more, ns, chain(ns, prompt(9, 128)))
-        barrier = threading.Barrier(3, timeout=20)
-        stop = threading.Event()
+        if isinstance(storage, TimedStorage):
+            storage.time += 2 * GRACE_S
 
-        def export(directory: Path, tag: str) -> list[ExportReport]:
-            barrier.wait()
-            return [export_snapshot(directory, storage, tag=tag) for _ in range(3)]
-
-        def prune() -> int:
-            barrier.wait()
-            rounds = 0
-            while not stop.is_set():
-                prune_repository(storage, grace_s=0)
-                rounds += 1
-            return rounds
-
-        tasks = [Task(lambda: export(cache, "one")), Task(lambda: export(more, "two"))]
-        pruning = Task(prune)
-        reports = [report for task in tasks for report in task.result()]
-        stop.set()
-
-        assert pruning.result() >= 1
-        assert {report.snapshot for report in reports} <= check_whole(storage)
-        prune_repository(storage, grace_s=0)
-        assert {report.snapshot for report in reports} <= check_whole(storage)
+        race(storage, cache, ns)
 
 
 class TestSingleWriter:

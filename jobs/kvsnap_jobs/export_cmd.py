@@ -47,7 +47,7 @@ Once = Callable[[str | Storage, IsOwed, Progress | None], ExportReport]
 )
 @namespace_option
 @click.option("--tag", metavar="NAME", type=TAG, help="Make this ref name the snapshot. Without, no ref moves.")
-@click.option("--max-bytes", metavar="SIZE", type=SIZE, help="Most bytes of shards, the hottest first.")
+@click.option("--max-bytes", metavar="SIZE", type=SIZE, help="Most bytes of shards, which go whole, the hottest first.")
 @click.option(
     "--select",
     type=click.Choice(SELECTS),

@@ -32,6 +32,10 @@ def is_permanent(error: Exception) -> bool:
     return not isinstance(error, StorageError) or isinstance(error, RefusedError)
 
 
+_SILENT_S = 10.0
+"""After so long somebody who waits is told why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """How often, and how patiently."""
@@ -154,6 +158,8 @@ class _Attempts:
         self._policy = storage._policy
         self._failures = 0
         self._failed_at = 0.0
+        self._began = time.monotonic()
+        self._is_told = False
 
     def made_progress(self) -> None:
         """What fails from now on is a new failure."""
@@ -174,6 +180,9 @@ class _Attempts:
         if time.monotonic() + pause - self._failed_at > policy.deadline_s:
             raise error
         log.debug("kvsnap: %s: try %d failed, next in %.2f s: %s", what, self._failures, pause, error)
+        if not self._is_told and (since := time.monotonic() - self._began) > _SILENT_S:
+            self._is_told = True
+            log.warning("kvsnap: %s has not succeeded for %.0f s, trying again: %s", what, since, error)
         storage._sleep(pause)
 
 

@@ -8,11 +8,13 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
+from kvsnap.namespace import Namespace
 from kvsnap.storage import (
     RefusedError,
     RetryStorage,
@@ -24,6 +26,7 @@ from kvsnap.storage import (
     probe_storage,
 )
 from kvsnap.testing import StorageSuite
+from tests.repository_fakes import race
 
 pytest.importorskip("boto3")
 
@@ -244,3 +247,8 @@ def test_without_boto3_the_message_says_what_to_install(monkeypatch: pytest.Monk
 
     with pytest.raises(ConfigError, match=r"pip install kvsnap\[s3\]"):
         open_storage("s3://bucket/x").is_empty()
+
+
+def test_two_exporters_and_a_prune(endpoint: str, bucket: str, cache: Path, ns: Namespace) -> None:
+    """Invariant 5, D09: by what the store does with conditions, since nobody holds a lock there."""
+    race(open_storage(f"s3://{bucket}/{next(_prefixes)}?endpoint={endpoint}"), cache, ns)
