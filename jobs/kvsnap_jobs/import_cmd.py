@@ -16,11 +16,9 @@ from kvsnap_jobs.trust_options import keys_to_trust, trust_options
 @click.argument("snapshot", metavar="URL@REF", type=SNAPSHOT_URL)
 @cache_dir_option()
 @click.option(
-    "--max-bytes",
-    metavar="SIZE",
-    type=SIZE,
+    "--max-bytes", metavar="SIZE", type=SIZE,
     help="Most bytes, the hottest first: whole shards, and the start of one more.",
-)
+)  # fmt: skip
 @click.option("--partial", is_flag=True, help="Import what is whole of a damaged snapshot instead of refusing it.")
 @other_engines_option
 @click.option("--dry-run", is_flag=True, help="Check everything that can be checked beforehand; touch nothing.")

@@ -56,6 +56,19 @@ def test_pauses_grow_are_random_and_bounded() -> None:
     assert len(set(pauses)) == len(pauses)
 
 
+def test_who_waits_for_long_is_told_why_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that hangs costs a minute and more until the error."""
+    storage, _, pauses = retrying(Rule(fault=Fault.SLOW_DOWN, times=3), tries=9, first_pause_s=0)
+    monkeypatch.setattr("kvsnap.storage.retry._SILENT_S", -1.0)
+
+    storage.put("x", b"")
+
+    assert len(pauses) == 3
+    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "put x has not succeeded for 0 s, trying again" in told
+    assert "503" in told
+
+
 def test_time_is_bounded_too() -> None:
     storage, faulty, _ = retrying(Rule(fault=Fault.SLOW_DOWN, times=None), tries=100, first_pause_s=9, deadline_s=0)
 
