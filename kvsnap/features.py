@@ -14,7 +14,8 @@ from typing import Any
 
 import kvsnap
 from kvsnap.canonical import canonical_json
-from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, StorageError
+from kvsnap.damage import damaged_marker
+from kvsnap.errors import ConfigError, IncompatibleError, StorageError
 from kvsnap.leases import swap
 from kvsnap.namespace import FORMAT
 from kvsnap.storage import Storage
@@ -25,9 +26,6 @@ OPERATIONS = ("delete", "read", "verify", "write")
 KIND = "repository"
 FEATURES: Mapping[str, frozenset[str]] = {name: frozenset() for name in OPERATIONS}
 """Features of a repository that this version knows, per operation; none yet."""
-
-RESTORE_MARKER = "put back a copy of it, or kvsnap.json of another repository of the same kvsnap in the same store"
-"""What to do without one: it tells nothing of the snapshots, which are all there."""
 
 _TRIES = 20
 
@@ -44,7 +42,7 @@ def decode_marker(data: bytes, url: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         marker = None
     if not isinstance(marker, dict):
-        raise CorruptChunkError(f"kvsnap.json in {url} is damaged: it is no JSON object; {RESTORE_MARKER}")
+        raise damaged_marker(url, "it is no JSON object")
     version = marker.get("format")
     if marker.get("kind") != KIND or isinstance(version, bool) or not isinstance(version, int):
         raise ConfigError(f"{url} is no kvsnap repository (kvsnap.json names another kind); is it a cache?")
@@ -113,7 +111,5 @@ def _required(marker: Mapping[str, Any], operation: str, url: str) -> set[str]:
     lists = marker.get("features")
     names = lists.get(operation, []) if isinstance(lists, Mapping) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CorruptChunkError(
-            f"kvsnap.json in {url} is damaged: its features to {operation} are no list of names; {RESTORE_MARKER}"
-        )
+        raise damaged_marker(url, f"its features to {operation} are no list of names")
     return set(names)

@@ -8,13 +8,14 @@ from functools import partial
 from typing import NamedTuple
 
 from kvsnap.catalog import Catalog
+from kvsnap.damage import missing
 from kvsnap.direct_io import aligned_buffer
 from kvsnap.errors import CorruptChunkError, NotFoundError
 from kvsnap.local_shards import ChainCheck
 from kvsnap.manifest import Digest
 from kvsnap.namespace import Namespace
 from kvsnap.plan import I64
-from kvsnap.repository import missing, shard_name
+from kvsnap.repository import shard_name
 from kvsnap.shard import ShardHeader, decode_header, header_length
 from kvsnap.storage import Reader, Storage
 from kvsnap.tiers.disk import DiskTier, Shard

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvsnap.damage import dangling
 from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError, StorageError
 from kvsnap.gc_lists import read_lists, removed_snapshots
 from kvsnap.manifest import Digest
-from kvsnap.repository import Repository, dangling, manifest_name
+from kvsnap.repository import Repository, manifest_name
 from kvsnap.storage import Storage
 
 
@@ -67,7 +68,7 @@ def list_snapshots(url: str | Storage) -> ListReport:
         problems.append(str(error))
     snapshots = [s for s in repository.snapshots() if s in refs or manifest_name(s) not in removed]
     for snapshot in sorted(refs.keys() - set(snapshots)):
-        problems += [str(dangling(name, snapshot, repository.url)) for name in refs[snapshot]]
+        problems += [str(dangling(name, manifest_name(snapshot), repository.url)) for name in refs[snapshot]]
     rows = []
     for snapshot in snapshots:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvsnap.canonical import canonical_json
+from kvsnap.damage import missing, wrong_size
 from kvsnap.errors import ConfigError, CorruptChunkError, MissingObjectError, NotFoundError
 from kvsnap.gc_lists import new_list, read_lists, removed_snapshots
 from kvsnap.known import list_shards
@@ -26,11 +27,9 @@ from kvsnap.repository import (
     catalog_name,
     decode_ref,
     manifest_name,
-    missing,
     now_text,
     ref_name,
     shard_name,
-    wrong_size,
 )
 from kvsnap.signing import signature_name
 from kvsnap.storage import Storage

@@ -24,9 +24,10 @@ from typing import Any
 
 from kvsnap.canonical import canonical_json, sha256_hex
 from kvsnap.catalog import Catalog, decode_catalog
-from kvsnap.errors import ConfigError, CorruptChunkError, KvsnapError, MissingObjectError, NotFoundError
+from kvsnap.damage import damaged, damaged_manifest, damaged_marker, damaged_ref, dangling, missing, missing_marker
+from kvsnap.errors import ConfigError, CorruptChunkError, KvsnapError, NotFoundError
 from kvsnap.features import FEATURES as FEATURES  # re-exported
-from kvsnap.features import KIND, RESTORE_MARKER, check_marker, decode_marker
+from kvsnap.features import KIND, check_marker, decode_marker
 from kvsnap.features import MARKER_NAME as MARKER_NAME
 from kvsnap.manifest import (
     DIGEST_PREFIX,
@@ -109,29 +110,6 @@ def ref_name(name: str) -> str:
     return f"refs/{name}.json"
 
 
-def missing(name: str, url: str) -> MissingObjectError:
-    """An object `name` of the repository at `url` should be there, and isn't."""
-    return MissingObjectError(f"{name} is missing in {url}; export the snapshot again")
-
-
-def dangling(ref: str, snapshot: Digest, url: str) -> MissingObjectError:
-    """A ref names a snapshot whose manifest is gone."""
-    return MissingObjectError(
-        f"ref {ref} names snapshot {snapshot[:12]}, and {manifest_name(snapshot)} is missing in {url}; export with "
-        f"--tag {ref}, have it name another snapshot (kvsnap tag), or remove it: kvsnap rm {url}@{ref}"
-    )
-
-
-def damaged(name: str, url: str, what: str) -> CorruptChunkError:
-    """An object is there and isn't what its name says. An export never replaces it, so it must go first."""
-    return CorruptChunkError(f"{name} in {url} is damaged: {what}; delete it, then export the snapshot again")
-
-
-def wrong_size(name: str, url: str, *, expected: int, found: int) -> CorruptChunkError:
-    """An object is there in another size than the manifest gives it [bytes]."""
-    return damaged(name, url, f"expected {expected} bytes, found {found}")
-
-
 def split_snapshot_url(text: str) -> tuple[str, str | None]:
     """URL and ref (or id) of `URL@REF`; no ref where nothing follows an `@` in the last segment.
 
@@ -210,7 +188,7 @@ class Repository:
         if data is None and self._has_snapshots():
             data = self._marker_bytes()  # the first export may have made all of it in between
             if data is None:
-                raise MissingObjectError(f"kvsnap.json is missing in {self.url}, where snapshots are; {RESTORE_MARKER}")
+                raise missing_marker(self.url)
         if data is None:
             raise NotFoundError(f"there is no kvsnap repository at {self.url}: kvsnap.json is missing")
         marker = decode_marker(data, self.url)
@@ -218,7 +196,7 @@ class Repository:
         try:
             found = Capabilities.from_json(marker.get("store"))
         except CorruptChunkError as error:
-            raise CorruptChunkError(f"kvsnap.json in {self.url} is damaged: {error}; {RESTORE_MARKER}") from None
+            raise damaged_marker(self.url, str(error)) from None
         self.storage.use(found)  # to read, too: one that ignores ranges sends whole objects, to be skipped into
         if operation in ("write", "delete"):
             self._check_store(found, single_writer=single_writer)
@@ -229,7 +207,7 @@ class Repository:
         except NotFoundError:
             return None
         except CorruptChunkError as error:  # larger than any
-            raise CorruptChunkError(f"kvsnap.json in {self.url} is damaged: {error}; {RESTORE_MARKER}") from None
+            raise damaged_marker(self.url, str(error)) from None
 
     def _has_snapshots(self) -> bool:
         try:
@@ -338,7 +316,7 @@ class Repository:
                 raise
             latest = self.resolve(name)  # it may have moved, and a prune may have taken what it named before
             if latest == snapshot:
-                raise dangling(name, snapshot, self.url) from None
+                raise dangling(name, manifest_name(snapshot), self.url) from None
             return latest, self.manifest(latest, trusted=trusted)
 
     def is_ref(self, name: str) -> bool:
@@ -364,7 +342,7 @@ class Repository:
         try:
             return decode_manifest(data, expect=snapshot)
         except CorruptChunkError as error:
-            raise self._damaged_manifest(snapshot, str(error)) from None
+            raise damaged_manifest(manifest_name(snapshot), snapshot, self.url, str(error)) from None
 
     def manifest_bytes(self, snapshot: Digest) -> bytes:
         """The bytes of a manifest, by their digest the right ones.
@@ -378,16 +356,12 @@ class Repository:
         except NotFoundError:
             raise NotFoundError(f"{self.url} has no snapshot {snapshot}; see `kvsnap list {self.url}`") from None
         except CorruptChunkError as error:  # larger than any
-            raise self._damaged_manifest(snapshot, str(error)) from None
+            raise damaged_manifest(manifest_name(snapshot), snapshot, self.url, str(error)) from None
         if (found := sha256_hex(data)) != snapshot:
-            raise self._damaged_manifest(snapshot, f"expected sha256 {snapshot[:12]}, read {found[:12]}")
+            raise damaged_manifest(
+                manifest_name(snapshot), snapshot, self.url, f"expected sha256 {snapshot[:12]}, read {found[:12]}"
+            )
         return data
-
-    def _damaged_manifest(self, snapshot: Digest, what: str) -> CorruptChunkError:
-        return CorruptChunkError(
-            f"{manifest_name(snapshot)} in {self.url} is damaged: {what}; delete it, then export again with --tag (or "
-            f"remove the snapshot: kvsnap rm {self.url}@{snapshot})"
-        )
 
     def catalog_bytes(self, manifest: Manifest) -> bytes:
         """The bytes of a snapshot's catalog, by size and digest the right ones.
@@ -461,9 +435,7 @@ def decode_ref(data: bytes, name: str, url: str) -> Ref:
     try:
         return _decode_ref(data)
     except KvsnapError as error:
-        raise CorruptChunkError(
-            f"ref {name} in {url} is damaged: {error}; remove it: kvsnap rm {url}@{name}, then tag again what it named"
-        ) from None
+        raise damaged_ref(name, url, str(error)) from None
 
 
 def _decode_ref(data: bytes) -> Ref:

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from kvsnap.damage import damaged, missing
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError
 from kvsnap.gc_lists import read_lists
 from kvsnap.known import list_shards
 from kvsnap.manifest import Digest, Manifest, ShardRecord
 from kvsnap.reachable import reachable_snapshots
 from kvsnap.refs import publish_ref
-from kvsnap.repository import Repository, damaged, missing, ref_name, shard_name
+from kvsnap.repository import Repository, ref_name, shard_name
 from kvsnap.runtime import widen_affinity
 from kvsnap.signing import read_signatures, signature_name, store_signature
 from kvsnap.storage import Storage

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvsnap.catalog import Catalog
+from kvsnap.damage import missing, wrong_size
 from kvsnap.engines import check_expected, check_live_engines, engines_of
 from kvsnap.errors import CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
 from kvsnap.fetch import ShardFetcher
@@ -28,7 +29,7 @@ from kvsnap.import_run import ImportRun, ImportUnit
 from kvsnap.manifest import Digest, Manifest
 from kvsnap.namespace import Namespace
 from kvsnap.plan import Mask
-from kvsnap.repository import Repository, missing, shard_name, wrong_size
+from kvsnap.repository import Repository, shard_name
 from kvsnap.storage import RefusedError, Storage
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.tiers.paths import SHARDS

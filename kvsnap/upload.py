@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
+from kvsnap.damage import wrong_size
 from kvsnap.direct_io import FileReader
 from kvsnap.errors import CorruptChunkError, NotFoundError, StorageError
 from kvsnap.keys import ChunkKey
 from kvsnap.known import KnownChunks, StoredShard
 from kvsnap.local_shards import LocalShard, open_shard
 from kvsnap.manifest import Digest
-from kvsnap.repository import Repository, shard_name, wrong_size
+from kvsnap.repository import Repository, shard_name
 from kvsnap.runtime import widen_affinity
 from kvsnap.shard import ChunkEntry
 from kvsnap.transfer import NUM_WORKERS, ShardHasher, pieces

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvsnap.catalog import Catalog
+from kvsnap.damage import dangling, missing, wrong_size
 from kvsnap.errors import (
     CorruptChunkError,
     IncompatibleError,
@@ -29,16 +30,7 @@ from kvsnap.fetch import ShardTarget, check_against_catalog
 from kvsnap.known import list_shards
 from kvsnap.manifest import Digest, Manifest, decode_manifest
 from kvsnap.namespace import Namespace
-from kvsnap.repository import (
-    Repository,
-    catalog_name,
-    dangling,
-    manifest_name,
-    missing,
-    ref_name,
-    shard_name,
-    wrong_size,
-)
+from kvsnap.repository import Repository, catalog_name, manifest_name, ref_name, shard_name
 from kvsnap.runtime import widen_affinity
 from kvsnap.shard import FIRST_READ, ShardHeader, decode_header, header_length
 from kvsnap.signing import check_signed, signature_name
@@ -103,7 +95,7 @@ def verify_snapshot(
     except NotFoundError:
         if not repository.is_ref(ref):
             raise
-        report.add("missing", ref_name(ref), str(dangling(ref, snapshot, repository.url)))
+        report.add("missing", ref_name(ref), str(dangling(ref, manifest_name(snapshot), repository.url)))
         manifest = None
     except CorruptChunkError as error:
         report.add("damaged", manifest_name(snapshot), str(error))

@@ -459,7 +459,7 @@ class TestDamage:
             messages.append(report.problems[0].message if report.problems else report.notes[0])
             assert report.is_good == (kind == "stray")
 
-        assert "ref prod names snapshot" in messages[0]
+        assert "ref prod names a snapshot that is gone" in messages[0]
         assert "is missing" in messages[1]
         assert "belongs to no snapshot" in messages[2]
 

@@ -227,7 +227,7 @@ class TestFailures:
         found = SnapshotSync(storage, "latest", replica).round()
 
         assert (found.outcome, found.is_refused) == ("failed", True)
-        assert "ref latest names snapshot" in (found.error or "")
+        assert "ref latest names a snapshot that is gone" in (found.error or "")
 
     def test_a_repository_that_vanishes_is_named(self, storage: CountingStorage, replica: Path, tmp_path: Path) -> None:
         sync = SnapshotSync(storage, "latest", replica)
