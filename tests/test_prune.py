@@ -234,7 +234,7 @@ class TestRefuses:
         for dry_run in (True, False):
             with pytest.raises(
                 CorruptChunkError,
-                match=r"nothing is pruned: ref lost names a snapshot that is gone.*kvsnap rm memory@lost",
+                match=r"nothing is pruned: ref lost names a.*kvsnap rm memory@lost",
             ):
                 prune_repository(storage, grace_s=0, untagged_s=untagged_s, dry_run=dry_run)
 
