@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, KvsnapError, NotFoundError
@@ -21,8 +22,8 @@ from kvsnap.storage import Storage
 
 IsOwed = Callable[[Digest], bool]
 """Whether the ref shall yet move to a snapshot that the repository had already."""
-Export = Callable[[IsOwed], ExportReport]
-"""Exports once."""
+Export = Callable[[ExportReport | None, IsOwed], ExportReport]
+"""Exports once. It is given what came out of it last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +43,11 @@ class ExportRound:
     """None where it failed."""
 
 
-def is_owed(storage: Storage, tag: str | None, snapshot: Digest) -> bool:
+def is_owed(storage: Storage, tag: str | None, snapshot: Digest, *, settled: Digest | None = None) -> bool:
     """Whether the ref `tag` has never named the snapshot: whoever published it failed, or died, before the ref moved.
 
-    A ref that did name it, as far as its history goes back, was moved on by somebody who meant it.
+    A ref that did name it, as far as its history goes back, was moved on by somebody who meant it. So it was where the
+    snapshot is `settled`: it has been dealt with before. A ref that isn't there is made.
     """
     if tag is None:
         return False
@@ -53,22 +55,25 @@ def is_owed(storage: Storage, tag: str | None, snapshot: Digest) -> bool:
         ref = Repository.open(storage).ref(tag)
     except NotFoundError:
         return True
-    return snapshot not in (ref.snapshot, *(state.snapshot for state in ref.history))
+    return snapshot not in (settled, ref.snapshot, *(state.snapshot for state in ref.history))
 
 
 class ExportRounds:
     """Calls `export` again and again. A failure is told at once, and each later round says how old the last success
     is: who only sees that nothing new comes does not know whether there is nothing new."""
 
-    def __init__(self, export: Export, *, is_owed: IsOwed, stop: Stop, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, export: Export, storage: Storage, tag: str | None, *, stop: Stop, clock: Callable[[], float] = time.time
+    ) -> None:
         self._export = export
-        self._is_owed = is_owed
+        self._storage = storage
+        self._tag = tag
         self._stop = stop
         self._clock = clock
         self._failures = 0
         self._last_success: float | None = None
-        self._settled: Digest | None = None
-        """The last snapshot that the ref has taken, or wasn't to take."""
+        self._last: ExportReport | None = None
+        """Of the last round that did well: the ref has taken its snapshot, or wasn't to take it."""
 
     def round(self) -> ExportRound:
         """One round. What fails is told in the answer.
@@ -78,7 +83,8 @@ class ExportRounds:
             StoppedError: somebody said stop. The repository is as whole as before.
         """
         try:
-            report = self._export(lambda snapshot: snapshot != self._settled and self._is_owed(snapshot))
+            settled = None if self._last is None else self._last.snapshot
+            report = self._export(self._last, partial(is_owed, self._storage, self._tag, settled=settled))
         except (ConfigError, StoppedError):
             raise
         except (KvsnapError, OSError) as error:
@@ -91,7 +97,7 @@ class ExportRounds:
                 failures=self._failures,
                 last_successful_export=self._last_success,
             )
-        self._settled = report.snapshot
+        self._last = report
         self._failures = 0
         self._last_success = self._clock()
         return ExportRound(

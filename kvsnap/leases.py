@@ -188,7 +188,10 @@ class Lease:
         renewed = _clock()
         version = _swap(storage, record.name, record, expected)
         if version is None:
-            raise BusyError(f"{storage.url} is in use: another {kind} started at the same moment; try again")
+            why = f"another {kind} started at the same moment"
+            if name is None:
+                why = f"the lease of this {kind}, which stood still meanwhile, was taken for a dead one's"
+            raise BusyError(f"{storage.url} is in use: {why}; try again")
         return cls(storage, replace(record, version=version), renewed)
 
     @property
@@ -240,7 +243,7 @@ class Lease:
         if self._is_lost:
             raise LeaseLostError(
                 f"the lease of this {self._record.kind} on {self._storage.url} is lost (renewed {age:.0f} s ago, it "
-                f"holds {self._record.duration_s} s); run it again"
+                f"holds {self._record.duration_s} s)"
             )
 
     def release(self) -> None:
@@ -268,8 +271,8 @@ class Lease:
         while not self._stop.wait(self._record.duration_s * _HEARTBEAT):
             try:
                 self.renew()
-            except LeaseLostError as error:
-                log.warning("kvsnap: %s", error)
+            except LeaseLostError as error:  # which the holder is about to find out
+                log.info("kvsnap: %s", error)
                 return
             except StoppedError:  # the holder is told, too
                 return

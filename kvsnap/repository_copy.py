@@ -143,6 +143,8 @@ class _Copy:
         self._threads = threads
         self._progress = progress
         self._lock = threading.Lock()
+        self._copied: dict[Digest, tuple[int, bool]] = {}
+        """Bytes of each shard that was copied, and whether the store copied it by itself."""
         self._done = 0
 
     def run(self, session: WriteSession, manifests: dict[Digest, Manifest], refs: dict[str, Digest]) -> None:
@@ -199,10 +201,11 @@ class _Copy:
         if (found := target.head(name).nbytes) != record.nbytes:
             raise _wrong_size(self._target, record, found)
         with self._lock:
-            if is_new:
-                self._report.copied_shards += 1
-                self._report.copied_bytes += record.nbytes
-                self._report.server_side_shards += is_server_side
+            if is_new:  # perhaps again, where a prune took it while the lease was lost
+                self._copied[record.digest] = record.nbytes, is_server_side
+                self._report.copied_shards = len(self._copied)
+                self._report.copied_bytes = sum(nbytes for nbytes, _ in self._copied.values())
+                self._report.server_side_shards = sum(by_store for _, by_store in self._copied.values())
         self._report_done(record.nbytes)
 
     def _read(self, record: ShardRecord) -> Iterator[memoryview]:

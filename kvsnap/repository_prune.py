@@ -33,7 +33,7 @@ from kvsnap.gc_lists import (
 from kvsnap.leases import LEASE_S, PRUNE_LEASE, Lease, LeaseRecord, break_lease, read_leases
 from kvsnap.manifest import Digest, Manifest
 from kvsnap.reachable import reachable_snapshots
-from kvsnap.repository import PROBE_PREFIX, Repository, catalog_name, manifest_name, shard_name
+from kvsnap.repository import PROBE_PREFIX, Ref, Repository, catalog_name, manifest_name, shard_name
 from kvsnap.runtime import widen_affinity
 from kvsnap.signing import signature_name
 from kvsnap.storage import Storage
@@ -98,7 +98,8 @@ def prune_repository(
 
     Args:
         grace_s: How long something stays after it was found unneeded, or removed.
-        untagged_s: Also remove snapshots older than this that no ref names, or named before its last move.
+        untagged_s: Also remove snapshots older than this that no ref names, or named before its last move. What a
+            roll back took out of use stays, too, as long as it stands.
         dry_run: Say what would be done; change nothing.
         lease_s: How long this prune's lease holds, should it be killed.
 
@@ -196,8 +197,7 @@ class _Prune:
 
     def _retire(self, untagged_s: float, snapshots: dict[Digest, Manifest]) -> None:
         """Remove those of the snapshots that nobody has a name for, if they are old."""
-        refs = self._repository.refs().values()
-        named = {ref.snapshot for ref in refs} | {ref.previous for ref in refs}
+        named = {snapshot for ref in self._repository.refs().values() for snapshot in _kept_for(ref)}
         now = self._storage.now()
         old: dict[str, int] = {}
         for snapshot in sorted(snapshots.keys() - named):
@@ -285,6 +285,18 @@ class _Prune:
                 self._report.leftovers += 1
                 if not dry_run:
                     self._storage.delete(info.name)
+
+
+def _kept_for(ref: Ref) -> set[Digest]:
+    """What a ref names, named before its last move, and, where it was rolled back, what that took out of use.
+
+    The latter so that it can be rolled forward; and gone, it would be new to who exported it, and come back by itself.
+    """
+    kept = {ref.snapshot, *([] if ref.previous is None else [ref.previous])}
+    states = [state.snapshot for state in ref.history]
+    if ref.snapshot in states:
+        kept.update(states[: states.index(ref.snapshot)])
+    return kept
 
 
 def _names(snapshots: Mapping[Digest, Manifest]) -> set[str]:

@@ -66,7 +66,8 @@ def select_chunks(
     Args:
         usage: What is known of hits and last use; a chunk that isn't in it was never
             hit and was last used when its shard was written.
-        known: What the repository holds already: taken from there, whichever shard holds it here.
+        known: What the repository holds already: taken from there, whichever shard holds it here, but for what lies in
+            a shard that goes anyway.
         select: `all`; `hot`: chunks that were hit; `recent`: chunks used in the last 24
             hours. With their ancestors.
         max_bytes: Most bytes of all shards together; the hottest first, with `recent`
@@ -79,14 +80,6 @@ def select_chunks(
     live, num_broken = live_entries(ns, offered)
     rows = [(i, entry, *_usage_of(entry.key, usage, offered[i])) for i, entry in live.values()]
     sources: list[LocalShard | StoredShard] = list(offered)
-    if known is not None:
-        at: dict[StoredShard, int] = {}
-        for n, (_, entry, num_hits, used) in enumerate(rows):
-            if (found := known.find(entry)) is not None:
-                i = at.setdefault(found[0], len(sources))
-                if i == len(sources):
-                    sources.append(found[0])
-                rows[n] = (i, found[1], num_hits, used)
     if select != "all":
         keep: set[ChunkKey] = set()
         for _, entry, num_hits, used in reversed(rows):  # children come before their parents
@@ -94,6 +87,19 @@ def select_chunks(
             if is_wanted or entry.key in keep:
                 keep.update((entry.key, entry.parent))
         rows = [row for row in rows if row[1].key in keep]
+    if known is not None:
+        places = [known.find(entry) for _, entry, _, _ in rows]
+        # A shard that goes for what is new in it brings the rest along: no other shard is needed for that.
+        going = {i for (i, *_), place in zip(rows, places, strict=True) if place is None}
+        at: dict[StoredShard, int] = {}
+        for n, (i, _, num_hits, used) in enumerate(rows):
+            place = places[n]
+            if place is not None and i not in going:
+                stored, entry = place
+                if stored not in at:
+                    at[stored] = len(sources)
+                    sources.append(stored)
+                rows[n] = (at[stored], entry, num_hits, used)
 
     row_of = {row[1].key: at for at, row in enumerate(rows)}
     shard = np.array([row[0] for row in rows], np.int64)

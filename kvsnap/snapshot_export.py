@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ class ExportReport:
     """Id of the namespace, 64 hex."""
     parent: Digest | None
     """The snapshot that it follows."""
+    content: str
+    """Tells which chunks it holds, 64 hex: equal contents, equal chunks."""
     num_chunks: int
     num_tokens: int
     num_prefixes: int
@@ -120,6 +122,7 @@ def export_snapshot(
     flush_timeout_s: float = FLUSH_TIMEOUT_S,
     single_writer: bool = False,
     moves_if_unchanged: Callable[[Digest], bool] = lambda snapshot: True,
+    last: ExportReport | None = None,
     signer: SigningKey | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -137,6 +140,8 @@ def export_snapshot(
         flush: Have live engines write what only their DRAM holds first. Without, export what is on disk.
         single_writer: See `Repository.open`.
         moves_if_unchanged: Asked whether `tag` is moved, too, to this snapshot, which the repository had already.
+        last: The caller's own last export. Where the chunks are the same ones still, and that snapshot was removed
+            since, while `tag` names another: that was meant, and nothing is published.
         signer: Signs the manifest. Then what the repository has is relied on only where this key, or one of the
             trusted keys of this user (`kvsnap.trust`), has signed it; anything else is read here and hashed.
 
@@ -170,6 +175,7 @@ def export_snapshot(
         include_salted=include_salted,
         flushed=flushed,
         moves_if_unchanged=moves_if_unchanged,
+        last=last,
         signer=signer,
         progress=progress,
     )
@@ -191,6 +197,7 @@ def _export(
     include_salted: bool,
     flushed: Mapping[str, Mapping[str, Any]],
     moves_if_unchanged: Callable[[Digest], bool],
+    last: ExportReport | None,
     signer: SigningKey | None,
     progress: Progress | None,
 ) -> ExportReport:
@@ -205,7 +212,8 @@ def _export(
         for snapshot, manifest in _earlier_snapshots(repository, ns, signer).items()
         if manifest_name(snapshot) not in removed
     }
-    parent = _choose_parent(repository, tag, earlier)
+    named = None if tag is None else _named_by(repository, tag)
+    parent = named if named in earlier else next(iter(earlier), None)
     known = KnownChunks(_base(repository, parent, earlier), list_shards(repository.storage))
     uploader = Uploader(repository, known)
     now = time.time()
@@ -222,6 +230,9 @@ def _export(
         )
         if not selection.entries:
             raise NotFoundError(_nothing(directory, selection, damaged))
+        content = _content(selection)
+        if last is not None and last.content == content and named is not None and last.snapshot not in earlier:
+            return replace(last, is_new=False, tag=None, sent_shards=0, sent_bytes=0, vanished=0, flushed=flushed)
         lost = len(damaged) + len(vanished)
         uploaded = _upload(selection, uploader, damaged, vanished, progress)
         if len(damaged) + len(vanished) > lost or _pruned_meanwhile(repository, session, uploader, uploaded):
@@ -245,6 +256,7 @@ def _export(
         is_new=is_new,
         namespace=ns.id(),
         parent=parent,
+        content=content,
         num_chunks=publisher.totals.num_chunks,
         num_tokens=publisher.totals.num_tokens,
         num_prefixes=publisher.totals.num_prefixes,
@@ -450,17 +462,17 @@ def _earlier_snapshots(repository: Repository, ns: Namespace, signer: SigningKey
     return dict(sorted(found.items(), key=lambda item: (item[1].created, item[0]), reverse=True))
 
 
-def _choose_parent(repository: Repository, tag: str | None, earlier: Mapping[Digest, Manifest]) -> Digest | None:
-    """What the ref names now, if it is of this namespace; else the newest snapshot of it."""
-    if tag is not None:
-        try:
-            tagged = repository.ref(tag).snapshot
-        except NotFoundError:
-            pass
-        else:
-            if tagged in earlier:
-                return tagged
-    return next(iter(earlier), None)
+def _named_by(repository: Repository, tag: str) -> Digest | None:
+    try:
+        return repository.ref(tag).snapshot
+    except NotFoundError:
+        return None
+
+
+def _content(selection: Selection) -> str:
+    keys = np.frombuffer(b"".join(entry.key for entry in selection.entries), np.uint8).reshape(-1, 32)
+    content: bytes = np.bitwise_xor.reduce(keys, axis=0).tobytes()
+    return content.hex()
 
 
 def _base(

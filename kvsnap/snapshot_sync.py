@@ -2,8 +2,9 @@
 
 Each round asks what the ref names now, which costs a request or two, and imports that snapshot if it is another one
 than last time: incremental, since an import fetches only what the directory lacks. Nothing is ever removed: what is no
-longer in the ref stays until it is evicted, and what the cap of the directory has evicted is not fetched again before
-the ref moves. Live engines see new shards by themselves, within 2 seconds.
+longer in the ref stays until it is evicted, and what was evicted or cleared is not fetched again before the ref moves.
+What the cap left out is fetched once the cap or the disk grows. Live engines see new shards by themselves, within 2
+seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvsnap.rounds import Pace, Stop, StoppedError
 from kvsnap.snapshot_import import ImportReport, import_snapshot
 from kvsnap.storage import Storage, open_storage
 from kvsnap.storage.stoppable import StoppableStorage
+from kvsnap.tiers.quota import filesystem_bytes, read_marker
 from kvsnap.transfer import Progress
 from kvsnap.trust import TrustedKeys
 
@@ -45,6 +47,8 @@ class SyncRound:
     """Rounds that failed in a row, this one included."""
     last_success: float | None = None
     """When a round last did well [Unix time, s]."""
+    is_full: bool = False
+    """The directory lacks a part: the last import ended at the cap, and neither the cap nor the disk grew since."""
     report: ImportReport | None = None
     """Of the import; None where there was nothing to import."""
 
@@ -87,6 +91,8 @@ class SnapshotSync:
         self._clock = clock
         self._repository: Repository | None = None
         self._done: ImportReport | None = None
+        self._full_under: tuple[int | None, int] | None = None
+        """The bounds when `_done` was imported."""
         self._failures = 0
         self._last_success: float | None = None
 
@@ -102,6 +108,7 @@ class SnapshotSync:
         try:
             snapshot = self._resolve()
             if not self._is_done(snapshot):
+                self._full_under = self._bounds()
                 report = self._done = self._import()
                 snapshot = report.snapshot  # the ref may have moved meanwhile
         except (ConfigError, StoppedError):
@@ -139,6 +146,7 @@ class SnapshotSync:
             snapshot=snapshot,
             failures=self._failures,
             last_success=self._last_success,
+            is_full=self._done is not None and self._done.is_full and self._done.snapshot == snapshot,
         )
 
     def _resolve(self) -> Digest:
@@ -151,9 +159,17 @@ class SnapshotSync:
             raise
 
     def _is_done(self, snapshot: Digest) -> bool:
-        """Whether this snapshot was imported, and nobody has removed the whole directory since."""
+        """Whether this snapshot was imported, as far as there is room, and the directory has not been removed since."""
         done = self._done
-        return done is not None and done.snapshot == snapshot and Path(done.directory).is_dir()
+        if done is None or done.snapshot != snapshot or not Path(done.directory).is_dir():
+            return False
+        return not done.is_full or self._bounds() == self._full_under
+
+    def _bounds(self) -> tuple[int | None, int]:
+        """What bounds the directory [bytes]. Not the room that is free: live engines make some all the time, for what
+        they compute.
+        """
+        return read_marker(self._cache_dir), filesystem_bytes(self._cache_dir)
 
     def _import(self) -> ImportReport:
         return import_snapshot(

@@ -276,7 +276,9 @@ class _Verification:
             for piece in pieces(reader, limit=nbytes):
                 hasher.update(piece)
         part.read_bytes += hasher.nbytes
-        part.read_chunks += len(hasher.digests)
+        wanted = None if target is None else {target.catalog.key_of(row) for row in target.rows.tolist()}
+        read = entries[: len(hasher.digests)]
+        part.read_chunks += sum(wanted is None or entry.key in wanted for entry in read)
         before = len(part.problems)
         compare_chunks(name, entries, hasher.digests, part)
         if target is not None:

@@ -139,7 +139,7 @@ def under_lease(repository: Repository, kind: str, act: Callable[[WriteSession],
                 return act(session)
         except LeaseLostError as error:
             if not left:
-                raise
+                raise LeaseLostError(f"{error}, and so were those before; run it again") from error
             log.warning("kvsnap: %s: looking again at what is there", error)
     raise AssertionError("unreachable")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvsnap import leases
 from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, NotFoundError, StorageError
 from kvsnap.namespace import Namespace
 from kvsnap.refs import remove, tag_snapshot
@@ -213,6 +214,28 @@ class TestCopy:
         copy.result()
 
         assert check_whole(target) == {exported.snapshot}
+
+    def test_one_that_slept_looks_again_and_counts_right(
+        self, storage: TimedStorage, exported: ExportReport, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its lease ran out, and a prune has taken what it had copied."""
+        target = TimedStorage()
+        monkeypatch.setattr(leases, "_clock", lambda: target.time)
+        stopping = StoppingStorage(target)
+        stopping.before = gate = Gate(lambda operation, name: name.startswith("catalogs/") and "put" in operation)
+        copy = Task(lambda: copy_snapshots(storage, stopping))
+
+        with gate.reached():
+            target.time += 400
+            for _ in range(2):
+                prune_repository(target, grace_s=0)
+                target.time += 400
+            assert names_in(target, "shards/") == []
+        report = copy.result()
+
+        assert check_whole(target) == {exported.snapshot}
+        assert (report.num_shards, report.copied_shards, report.present_shards) == (2, 2, 0)
+        assert report.copied_bytes == report.nbytes
 
     def test_a_tag_needs_one_snapshot(self, storage: TimedStorage, exported: ExportReport) -> None:
         with pytest.raises(ConfigError):

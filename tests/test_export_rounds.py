@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvsnap.errors import ConfigError, StorageError
-from kvsnap.export_rounds import ExportRound, ExportRounds, IsOwed, is_owed
+from kvsnap.export_rounds import ExportRound, ExportRounds, IsOwed
 from kvsnap.namespace import Namespace
-from kvsnap.refs import roll_back
+from kvsnap.refs import remove, roll_back, tag_snapshot
 from kvsnap.repository import Repository
+from kvsnap.repository_prune import prune_repository
 from kvsnap.rounds import Pace, Stop
 from kvsnap.snapshot_export import ExportReport, export_snapshot
 from kvsnap.storage import LocalStorage, MemoryStorage, Storage
@@ -37,12 +38,10 @@ def storage() -> MemoryStorage:
 def leader(
     cache: Path, storage: Storage, *, stop: Stop | None = None, clock: Callable[[], float] | None = None
 ) -> ExportRounds:
-    def export(moves_if_unchanged: IsOwed) -> ExportReport:
-        return export_snapshot(cache, storage, tag="latest", moves_if_unchanged=moves_if_unchanged)
+    def export(last: ExportReport | None, moves_if_unchanged: IsOwed) -> ExportReport:
+        return export_snapshot(cache, storage, tag="latest", last=last, moves_if_unchanged=moves_if_unchanged)
 
-    return ExportRounds(
-        export, is_owed=partial(is_owed, storage, "latest"), stop=stop or Stop(), clock=clock or time.time
-    )
+    return ExportRounds(export, storage, "latest", stop=stop or Stop(), clock=clock or time.time)
 
 
 def latest(storage: Storage) -> str:
@@ -147,6 +146,74 @@ def test_leaders_do_not_undo_each_other(tmp_path: Path, ns: Namespace, storage: 
     assert len(Repository(storage).ref("latest").history) == 1
 
 
+@pytest.mark.parametrize("how", ["retired", "removed", "restarted"])
+def test_a_roll_back_outlives_what_it_took_out_of_use(
+    tmp_path: Path, ns: Namespace, storage: MemoryStorage, how: str
+) -> None:
+    """Two moves back; then retention, or an operator, gets rid of the bad snapshot that the cache still holds."""
+    filled_cache(tmp_path)
+    rounds = leader(tmp_path, storage)
+    found = [rounds.round().report]
+    for seed in (7, 8):
+        store(tmp_path, ns, chain(ns, prompt(seed, 128)))
+        found.append(rounds.round().report)
+    good, middle, bad = (report.snapshot for report in found if report is not None)
+    tag_snapshot(storage, good, "latest")
+    tag_snapshot(storage, middle, "latest")
+    if how == "removed":
+        remove(storage, bad)
+    prune_repository(storage, grace_s=0, untagged_s=-1)
+    if how == "restarted":
+        rounds = leader(tmp_path, storage)
+
+    again = [rounds.round() for _ in range(2)]
+
+    assert [item.outcome for item in again] == ["unchanged", "unchanged"]
+    assert latest(storage) == middle
+    assert check_whole(storage) == ({good, middle} if how == "removed" else {good, middle, bad})
+    store(tmp_path, ns, chain(ns, prompt(9, 128)))
+    new = rounds.round().report
+    assert new is not None
+    assert latest(storage) == new.snapshot
+
+
+def test_retention_makes_nothing_of_the_other_leaders_new(
+    tmp_path: Path, ns: Namespace, storage: MemoryStorage
+) -> None:
+    """It would be sent again after each prune, and take the ref from what is newer."""
+    for name in "ab":
+        filled_cache(tmp_path / name)
+        store(tmp_path / name, ns, chain(ns, prompt(ord(name), 128)))
+    a, b = (leader(tmp_path / name, storage) for name in "ab")
+    for rounds in (b, a):
+        rounds.round()
+    store(tmp_path / "a", ns, chain(ns, prompt(7, 128)))
+    a.round()
+    prune_repository(storage, grace_s=0, untagged_s=-1)
+    newest, objects = latest(storage), set(names_in(storage, "shards/"))
+
+    assert b.round().outcome == "unchanged"
+
+    assert latest(storage) == newest
+    assert set(names_in(storage, "shards/")) == objects
+
+
+def test_a_ref_that_is_gone_is_made_again(tmp_path: Path, storage: MemoryStorage) -> None:
+    """By a leader that runs as by one that starts; with its snapshot, where that is gone as well."""
+    filled_cache(tmp_path)
+    rounds = leader(tmp_path, storage)
+    rounds.round()
+    for with_snapshot in (False, True):
+        remove(storage, "latest", with_snapshot=with_snapshot)
+        if with_snapshot:
+            prune_repository(storage, grace_s=0)
+            prune_repository(storage, grace_s=0)
+
+        assert rounds.round().outcome == ("exported" if with_snapshot else "unchanged")
+
+        assert {latest(storage)} == check_whole(storage)
+
+
 def test_leaders_at_the_same_time(tmp_path: Path, ns: Namespace) -> None:
     """Invariant 3: whoever wins, the ref names a whole snapshot, and its history all the others."""
     storage = LocalStorage(tmp_path / "repo")
@@ -237,7 +304,7 @@ def test_an_empty_directory_is_a_failure_until_there_is_something(tmp_path: Path
 def test_a_wrong_configuration_ends_it(tmp_path: Path, storage: MemoryStorage) -> None:
     filled_cache(tmp_path)
     rounds = ExportRounds(
-        lambda moves: export_snapshot(tmp_path, storage, tag="a b"), is_owed=lambda snapshot: False, stop=Stop()
+        lambda last, moves: export_snapshot(tmp_path, storage, tag="a b"), storage, "a b", stop=Stop()
     )
 
     with pytest.raises(ConfigError):

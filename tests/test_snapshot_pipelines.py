@@ -269,6 +269,37 @@ class TestExport:
         import_snapshot(repo, "prod", tmp_path / "other")
         assert {c.key for c in chunks[:6]} <= set(chunks_at(tmp_path / "other", ns))
 
+    def test_a_shard_that_goes_anyway_needs_no_other_one(self, ns: Namespace, tmp_path: Path) -> None:
+        """Three hosts with one system prompt: each snapshot is as large as if the others' weren't there."""
+        storage = MemoryStorage()
+        for host in range(3):
+            cache = tmp_path / f"host-{host}"
+            for seed in range(3):
+                store(cache, ns, chain(ns, prompt(10 * host + seed, 256, shared=128)))
+            alone = export_snapshot(cache, MemoryStorage())
+            report = export_snapshot(cache, storage, tag=f"host-{host}")
+
+            assert (report.num_chunks, report.num_shards, report.nbytes) == (8, 3, alone.nbytes)
+            assert not export_snapshot(cache, storage, tag=f"host-{host}").is_new
+
+    def test_a_part_of_a_shard_does_not_have_all_of_it_sent(
+        self, cache: Path, ns: Namespace, repo: CountingStorage
+    ) -> None:
+        """What is new in it was not selected; what was is in the repository."""
+        first = chain(ns, prompt(1, 128))
+        store(cache, ns, first)
+        export_snapshot(cache, repo, tag="hot")
+        both = [*first, *chain(ns, prompt(1, 256))[2:]]
+        with DiskTier(cache, ns) as disk:
+            for shard in list(disk.scan()):
+                disk.drop(shard.id)
+            assert disk.write("", both)
+            disk.store_usage([(chunk.key, 3, time.time()) for chunk in first])
+
+        report = export_snapshot(cache, repo, tag="hot", select="hot")
+
+        assert (report.is_new, report.sent_shards) == (False, 0)
+
     def test_other_bytes_of_a_known_chunk_are_not_sent(
         self, cache: Path, ns: Namespace, repo: CountingStorage, tmp_path: Path
     ) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import click
 
 from kvsnap.engines import namespaces_in_use
-from kvsnap.export_rounds import ExportRound, ExportRounds, IsOwed, is_owed
+from kvsnap.export_rounds import ExportRound, ExportRounds, IsOwed
 from kvsnap.manifest import DIGEST_PREFIX
 from kvsnap.rounds import Pace
 from kvsnap.selection import SELECTS, Select
@@ -36,8 +35,8 @@ from kvsnap_jobs.output import ProgressBar, print_facts, print_json, print_json_
 from kvsnap_jobs.signals import stopped_by_signals
 from kvsnap_jobs.trust_options import signing_key_option
 
-Once = Callable[[str | Storage, IsOwed, Progress | None], ExportReport]
-"""Exports to a storage; whether the ref moves to a snapshot that isn't new; progress."""
+Once = Callable[[str | Storage, ExportReport | None, IsOwed, Progress | None], ExportReport]
+"""Exports to a storage; what came out last; whether the ref moves to a snapshot that isn't new; progress."""
 
 
 @click.command()
@@ -98,8 +97,9 @@ def export(
 
     With --every, what fails is said and tried again. --json then prints a line for each
     round, with the time of the last_successful_export. Several leaders may export to one
-    ref: it moves to whatever is new, never back, so a roll back stands until then. SIGTERM
-    ends it cleanly, SIGKILL safely; the exit status is then that of the last round.
+    ref: it moves to whatever is new, never back, so a roll back stands until then; a ref
+    that is gone is made again. SIGTERM ends it cleanly, SIGKILL safely; the exit status is
+    then that of the last round.
 
     \b
     Exit status:
@@ -111,7 +111,9 @@ def export(
     """
     signer = None if key_file is None else SigningKey.read(key_file)
 
-    def once(storage: str | Storage, moves_if_unchanged: IsOwed, progress: Progress | None) -> ExportReport:
+    def once(
+        storage: str | Storage, last: ExportReport | None, moves_if_unchanged: IsOwed, progress: Progress | None
+    ) -> ExportReport:
         matching = match_namespaces(cache_dir, namespace)
         chosen = namespaces_in_use(cache_dir, matching) if namespace is None and len(matching) > 1 else matching
         if len(chosen) != 1:
@@ -130,6 +132,7 @@ def export(
             flush=not no_flush,
             single_writer=single_writer,
             moves_if_unchanged=moves_if_unchanged,
+            last=last,
             signer=signer,
             progress=progress,
         )
@@ -139,7 +142,7 @@ def export(
         status = _export_every(every_s, url, tag, once, signed_by, as_json=as_json)
     else:
         with ProgressBar("export") as bar:
-            report = once(url, lambda snapshot: True, bar)
+            report = once(url, None, lambda snapshot: True, bar)
         _warn(report)
         if as_json:
             print_json(report, signed_by=signed_by)
@@ -174,9 +177,7 @@ def _export_every(
             _print_text(found.report, signed_by)
 
     with stopped_by_signals() as stop, closing(StoppableStorage(open_storage(url, sleep=stop.sleep), stop)) as storage:
-        rounds = ExportRounds(
-            lambda moves: once(storage, moves, None), is_owed=partial(is_owed, storage, tag), stop=stop
-        )
+        rounds = ExportRounds(lambda last, moves: once(storage, last, moves, None), storage, tag, stop=stop)
         rounds.run(Pace(every_s), told)
     if last is None:
         return 0

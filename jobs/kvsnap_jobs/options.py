@@ -157,7 +157,9 @@ def cache_dir_option(*, required: bool = True) -> Callable[[F], F]:
 
 def json_option(function: F) -> F:
     """`--json`"""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(function)
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print one JSON object on stdout; none where it could not run."
+    )(function)
 
 
 def namespace_option(function: F) -> F:

@@ -39,7 +39,8 @@ _OF_REPOSITORIES = ("grace_s", "untagged_s", "single_writer")
 )  # fmt: skip
 @click.option(
     "--untagged-for", "untagged_s", type=AGE, metavar="AGE",
-    help="With URL: also remove snapshots older than this that no ref names. Without, they stay.",
+    help="With URL: also remove snapshots older than this that no ref names or named before its last move. Those that "
+    "a roll back took out of use stay as well. Without, all stay.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show what would go; remove nothing.")
 @single_writer_option

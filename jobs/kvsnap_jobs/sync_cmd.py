@@ -53,7 +53,8 @@ def sync(
 
     Imports the snapshot that REF names, as `kvsnap import` does: only what the directory
     lacks is fetched, and a live engine has it within 2 seconds. What REF names no more
-    stays until it is evicted. One process at a time downloads into a directory; engines
+    stays until it is evicted, and what was evicted or cleared is not fetched again before
+    REF moves. One process at a time downloads into a directory; engines
     that import their configured snapshot count too, and whoever waited finds the work done.
 
     With --follow, failures are said and tried again, at growing intervals; one line is
