@@ -76,6 +76,12 @@ def own_runtime_dir(_runtime_dirs: Iterator[Path], monkeypatch: pytest.MonkeyPat
     return path
 
 
+@pytest.fixture(autouse=True)
+def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even a killed process loses nothing that it has written; only a power cut does, which no test can tell."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     """A cache directory; there is something in it for tests that also take `ns`."""
