@@ -112,11 +112,11 @@ def copy_snapshots(
         try:
             target = Repository.open(target_url)
         except NotFoundError:
-            missing = records
+            absent = records
         else:
-            missing = _missing(target, records)
-        report.copied_shards, report.copied_bytes = len(missing), sum(record.nbytes for record in missing)
-        report.present_shards = len(records) - len(missing)
+            absent = _missing(target, records)
+        report.copied_shards, report.copied_bytes = len(absent), sum(record.nbytes for record in absent)
+        report.present_shards = len(records) - len(absent)
         return report
     target = Repository.open_or_create(target_url, single_writer=single_writer)
     copy = _Copy(source, target, report, may_leave_out=ref is None, threads=threads, progress=progress)
@@ -172,11 +172,11 @@ class _Copy:
         publish_snapshot(self._target, session, catalog=catalog, manifest=data)
 
     def _copy_shards(self, session: WriteSession, records: Sequence[ShardRecord]) -> None:
-        missing = _missing(self._target, records)
-        self._report_done(sum(record.nbytes for record in records) - sum(record.nbytes for record in missing))
+        absent = _missing(self._target, records)
+        self._report_done(sum(record.nbytes for record in records) - sum(record.nbytes for record in absent))
         while True:
             with ThreadPoolExecutor(self._threads, "kvsnap-copy", initializer=widen_affinity) as pool:
-                futures = [pool.submit(self._copy_shard, record) for record in missing]
+                futures = [pool.submit(self._copy_shard, record) for record in absent]
                 try:
                     for future in futures:
                         future.result()
@@ -184,8 +184,8 @@ class _Copy:
                     pool.shutdown(wait=True, cancel_futures=True)
                     raise
             doubtful = session.keep(shard_name(record.digest) for record in records)
-            missing = _missing(self._target, [r for r in records if shard_name(r.digest) in doubtful])
-            if not missing:
+            absent = _missing(self._target, [r for r in records if shard_name(r.digest) in doubtful])
+            if not absent:
                 return
 
     def _copy_shard(self, record: ShardRecord) -> None:

@@ -231,7 +231,7 @@ def _export(
         if not selection.entries:
             raise NotFoundError(_nothing(directory, selection, damaged))
         content = _content(selection)
-        if last is not None and last.content == content and named is not None and last.snapshot not in earlier:
+        if last is not None and last.content == content and _was_removed(last.snapshot, named, earlier):
             return replace(last, is_new=False, tag=None, sent_shards=0, sent_bytes=0, vanished=0, flushed=flushed)
         lost = len(damaged) + len(vanished)
         uploaded = _upload(selection, uploader, damaged, vanished, progress)
@@ -467,6 +467,11 @@ def _named_by(repository: Repository, tag: str) -> Digest | None:
         return repository.ref(tag).snapshot
     except NotFoundError:
         return None
+
+
+def _was_removed(snapshot: Digest, named: Digest | None, earlier: Mapping[Digest, Manifest]) -> bool:
+    """Whether a snapshot is gone on purpose, since the ref names another one. Else it is damaged or lost."""
+    return snapshot not in earlier and named not in (None, snapshot)
 
 
 def _content(selection: Selection) -> str:

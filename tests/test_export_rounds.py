@@ -20,6 +20,7 @@ from kvsnap.rounds import Pace, Stop
 from kvsnap.snapshot_export import ExportReport, export_snapshot
 from kvsnap.storage import LocalStorage, MemoryStorage, Storage
 from kvsnap.storage.stoppable import StoppableStorage
+from kvsnap.verify import verify_snapshot
 from tests.disk_fakes import make_namespace
 from tests.repository_fakes import StoppingStorage, check_whole, names_in
 from tests.snapshot_fakes import chain, filled_cache, prompt, store
@@ -212,6 +213,26 @@ def test_a_ref_that_is_gone_is_made_again(tmp_path: Path, storage: MemoryStorage
         assert rounds.round().outcome == ("exported" if with_snapshot else "unchanged")
 
         assert {latest(storage)} == check_whole(storage)
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_lost_manifest_is_published_anew(
+    tmp_path: Path, storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Nobody has removed that snapshot: its ref names it."""
+    filled_cache(tmp_path)
+    rounds = leader(tmp_path, storage)
+    rounds.round()
+    lost = latest(storage)
+    storage.delete(f"manifests/{lost}.json")
+    if how == "damaged":
+        storage.put(f"manifests/{lost}.json", b"garbage")
+    monkeypatch.setattr("kvsnap.snapshot_export.now_text", lambda: "2030-01-01T00:00:00Z")  # so, another manifest
+
+    assert rounds.round().outcome == "exported"
+
+    assert latest(storage) != lost
+    assert verify_snapshot(storage, "latest", read_data=True).is_good
 
 
 def test_leaders_at_the_same_time(tmp_path: Path, ns: Namespace) -> None:
