@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
+from kvsnap.damage import dangling
 from kvsnap.errors import CorruptChunkError, IncompatibleError, NotFoundError
 from kvsnap.gc_lists import GcList, removed_snapshots
 from kvsnap.manifest import Digest, Manifest
@@ -65,14 +65,24 @@ def reachable_snapshots(repository: Repository, lists: list[GcList], tell: Tell 
             unreadable.add(snapshot)
             remove = f"kvsnap rm {repository.url}@{snapshot}"
             tell(IncompatibleError(f"{error}. If nobody wants this snapshot, remove it: {remove}", error.fields))
-    for name, snapshot in list(refs.items()):
-        if snapshot not in snapshots:
-            del refs[name]
-            if snapshot in unreadable:
+    for name in [name for name, snapshot in refs.items() if snapshot not in snapshots]:
+        del refs[name]
+        try:
+            latest = repository.ref(name).snapshot  # it may have moved meanwhile, or be gone
+            if latest in unreadable:
                 continue
-            try:
-                with suppress(NotFoundError):  # the ref is gone, too
-                    refs[name], snapshots[refs[name]] = repository.open_snapshot(name)
-            except CorruptChunkError as error:
-                tell(error)
+            if latest not in snapshots:
+                snapshots[latest] = _named(repository, name, latest)
+            refs[name] = latest
+        except NotFoundError:
+            continue
+        except (CorruptChunkError, IncompatibleError) as error:
+            tell(error)
     return Reachable(snapshots, refs)
+
+
+def _named(repository: Repository, name: str, snapshot: Digest) -> Manifest:
+    try:
+        return repository.manifest(snapshot)
+    except NotFoundError:
+        raise dangling(name, manifest_name(snapshot), repository.url) from None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvsnap.canonical import canonical_json
 from kvsnap.damage import missing, wrong_size
-from kvsnap.errors import ConfigError, CorruptChunkError, MissingObjectError, NotFoundError
+from kvsnap.errors import ConfigError, CorruptChunkError, IncompatibleError, MissingObjectError, NotFoundError
 from kvsnap.gc_lists import new_list, read_lists, removed_snapshots
 from kvsnap.known import list_shards
 from kvsnap.leases import swap
@@ -197,9 +197,9 @@ def remove(
     if not is_ref and not there:
         raise NotFoundError(f"{repository.url} has no snapshot {name}; see `kvsnap list {repository.url}`")
     if not dry_run:
+        removed = removed_snapshots(read_lists(repository.storage)) if there else set()  # what it can't read ends it
         if is_ref:
             repository.storage.delete(ref_name(name))
-        removed = removed_snapshots(read_lists(repository.storage))
         if marked := {item: repository.storage.head(item).nbytes for item in there.values() if item not in removed}:
             new_list(repository.storage, "removed", marked)
     return RemoveReport(
@@ -291,5 +291,5 @@ def _named(repository: Repository, name: str) -> Digest | None:
 def _size(repository: Repository, snapshot: Digest) -> int:
     try:
         return repository.manifest(snapshot).totals.nbytes
-    except (CorruptChunkError, NotFoundError):
+    except (CorruptChunkError, IncompatibleError, NotFoundError):
         return 0

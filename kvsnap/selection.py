@@ -5,9 +5,9 @@ Everything is prefix-closed: a chunk goes along only with all its ancestors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,15 @@ class Selection:
     """Chunks left out by `select` or `max_bytes`."""
 
 
+class _Row(NamedTuple):
+    """A chunk, and the position of the shard that it is taken from."""
+
+    source: int
+    entry: ChunkEntry
+    hits: int
+    last_use: int
+
+
 def select_chunks(
     ns: Namespace,
     shards: tuple[LocalShard, ...],
@@ -67,7 +76,7 @@ def select_chunks(
         usage: What is known of hits and last use; a chunk that isn't in it was never
             hit and was last used when its shard was written.
         known: What the repository holds already: taken from there, whichever shard holds it here, but for what lies in
-            a shard that goes anyway.
+            a shard that goes anyway (see `_place`).
         select: `all`; `hot`: chunks that were hit; `recent`: chunks used in the last 24
             hours. With their ancestors.
         max_bytes: Most bytes of all shards together; the hottest first, with `recent`
@@ -78,36 +87,64 @@ def select_chunks(
     offered = tuple(shard for shard in shards if include_salted or is_plain(shard.header.scope))
     num_salted = sum(len(shard.header.chunks) for shard in shards) - sum(len(s.header.chunks) for s in offered)
     live, num_broken = live_entries(ns, offered)
-    rows = [(i, entry, *_usage_of(entry.key, usage, offered[i])) for i, entry in live.values()]
-    sources: list[LocalShard | StoredShard] = list(offered)
+    rows = [_Row(i, entry, *_usage_of(entry.key, usage, offered[i])) for i, entry in live.values()]
     if select != "all":
         keep: set[ChunkKey] = set()
-        for _, entry, num_hits, used in reversed(rows):  # children come before their parents
-            is_wanted = num_hits > 0 if select == "hot" else used >= now - RECENT_S
-            if is_wanted or entry.key in keep:
-                keep.update((entry.key, entry.parent))
-        rows = [row for row in rows if row[1].key in keep]
-    if known is not None:
-        places = [known.find(entry) for _, entry, _, _ in rows]
-        # A shard that goes for what is new in it brings the rest along: no other shard is needed for that.
-        going = {i for (i, *_), place in zip(rows, places, strict=True) if place is None}
-        at: dict[StoredShard, int] = {}
-        for n, (i, _, num_hits, used) in enumerate(rows):
-            place = places[n]
-            if place is not None and i not in going:
-                stored, entry = place
-                if stored not in at:
-                    at[stored] = len(sources)
-                    sources.append(stored)
-                rows[n] = (at[stored], entry, num_hits, used)
+        for row in reversed(rows):  # children come before their parents
+            is_wanted = row.hits > 0 if select == "hot" else row.last_use >= now - RECENT_S
+            if is_wanted or row.entry.key in keep:
+                keep.update((row.entry.key, row.entry.parent))
+        rows = [row for row in rows if row.entry.key in keep]
+    best: Selection | None = None
+    # Under a bound either way may hold more: a shard that goes anyway may be too large for what is left.
+    for brings_rest in (True, False) if known is not None and max_bytes is not None else (True,):
+        sources, placed = _place(rows, offered, known, brings_rest=brings_rest)
+        found = _choose(placed, sources, max_bytes=max_bytes, recent=select == "recent")
+        if best is None or len(found.entries) > len(best.entries):
+            best = found
+    assert best is not None
+    return replace(best, num_broken=num_broken, num_salted=num_salted, num_unselected=len(live) - len(best.entries))
 
-    row_of = {row[1].key: at for at, row in enumerate(rows)}
-    shard = np.array([row[0] for row in rows], np.int64)
-    parent_row = np.array([row_of[e.parent] if e.depth else -1 for _, e, _, _ in rows], np.int64)
-    depth = np.array([row[1].depth for row in rows], np.int64)
-    hits = np.array([row[2] for row in rows], np.int64)
-    last_use = np.array([row[3] for row in rows], np.int64)
-    order = heat_order(hits, last_use, depth, shard, [s.id for s in sources], recent=select == "recent")
+
+def _place(
+    rows: Sequence[_Row], offered: Sequence[LocalShard], known: KnownChunks | None, *, brings_rest: bool
+) -> tuple[list[LocalShard | StoredShard], list[_Row]]:
+    """All shards that hold anything, and the rows with the shard that each is taken from.
+
+    Args:
+        brings_rest: A local shard that goes for what is new in it brings along what else it holds: no other shard is
+            needed for that.
+    """
+    sources: list[LocalShard | StoredShard] = list(offered)
+    if known is None:
+        return sources, list(rows)
+    places = [known.find(row.entry) for row in rows]
+    going = {row.source for row, place in zip(rows, places, strict=True) if place is None} if brings_rest else set()
+    at: dict[StoredShard, int] = {}
+    placed = []
+    for row, place in zip(rows, places, strict=True):
+        if place is None or row.source in going:
+            placed.append(row)
+            continue
+        stored, entry = place
+        if stored not in at:
+            at[stored] = len(sources)
+            sources.append(stored)
+        placed.append(row._replace(source=at[stored], entry=entry))
+    return sources, placed
+
+
+def _choose(
+    rows: Sequence[_Row], sources: Sequence[LocalShard | StoredShard], *, max_bytes: int | None, recent: bool
+) -> Selection:
+    """Whole shards, by heat, as far as `max_bytes` allows; nothing is said of what was left out before."""
+    row_of = {row.entry.key: at for at, row in enumerate(rows)}
+    shard = np.array([row.source for row in rows], np.int64)
+    parent_row = np.array([row_of[row.entry.parent] if row.entry.depth else -1 for row in rows], np.int64)
+    depth = np.array([row.entry.depth for row in rows], np.int64)
+    hits = np.array([row.hits for row in rows], np.int64)
+    last_use = np.array([row.last_use for row in rows], np.int64)
+    order = heat_order(hits, last_use, depth, shard, [s.id for s in sources], recent=recent)
     holding = set(shard.tolist())
     choice = choose_shards(
         [i for i in order if i in holding],
@@ -126,14 +163,14 @@ def select_chunks(
     position[taken] = np.arange(len(taken))
     return Selection(
         shards=tuple(sources[i] for i in taken),
-        entries=[rows[i][1] for i in kept.tolist()],
+        entries=[rows[i].entry for i in kept.tolist()],
         parent_row=np.where(kept_parent < 0, -1, new_row[kept_parent] if len(kept) else -1),
         shard=position[shard[kept]],
         hits=hits[kept],
         last_use=last_use[kept],
-        num_broken=num_broken,
-        num_salted=num_salted,
-        num_unselected=len(live) - len(kept),
+        num_broken=0,
+        num_salted=0,
+        num_unselected=0,
     )
 
 

@@ -232,7 +232,19 @@ def _export(
             raise NotFoundError(_nothing(directory, selection, damaged))
         content = _content(selection)
         if last is not None and last.content == content and _was_removed(last.snapshot, named, earlier):
-            return replace(last, is_new=False, tag=None, sent_shards=0, sent_bytes=0, vanished=0, flushed=flushed)
+            return replace(
+                last,
+                is_new=False,
+                tag=None,
+                sent_shards=0,
+                sent_bytes=0,
+                num_broken=selection.num_broken,
+                num_salted=selection.num_salted,
+                num_unselected=selection.num_unselected,
+                damaged=tuple(damaged.values()),
+                vanished=len(vanished),
+                flushed=flushed,
+            )
         lost = len(damaged) + len(vanished)
         uploaded = _upload(selection, uploader, damaged, vanished, progress)
         if len(damaged) + len(vanished) > lost or _pruned_meanwhile(repository, session, uploader, uploaded):

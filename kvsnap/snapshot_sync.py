@@ -22,9 +22,12 @@ from kvsnap.rounds import Pace, Stop, StoppedError
 from kvsnap.snapshot_import import ImportReport, import_snapshot
 from kvsnap.storage import Storage, open_storage
 from kvsnap.storage.stoppable import StoppableStorage
-from kvsnap.tiers.quota import filesystem_bytes, read_marker
+from kvsnap.tiers.quota import default_cap, filesystem_bytes, read_marker
 from kvsnap.transfer import Progress
 from kvsnap.trust import TrustedKeys
+
+_GROWTH = 1.01
+"""Less is none: the size of some file systems swings with what else their pool holds."""
 
 SyncOutcome = Literal["synced", "unchanged", "failed"]
 
@@ -91,8 +94,8 @@ class SnapshotSync:
         self._clock = clock
         self._repository: Repository | None = None
         self._done: ImportReport | None = None
-        self._full_under: tuple[int | None, int] | None = None
-        """The bounds when `_done` was imported."""
+        self._bound_then = 0
+        """Of the directory when `_done` was imported."""
         self._failures = 0
         self._last_success: float | None = None
 
@@ -108,8 +111,9 @@ class SnapshotSync:
         try:
             snapshot = self._resolve()
             if not self._is_done(snapshot):
-                self._full_under = self._bounds()
-                report = self._done = self._import()
+                bound = self._bound()
+                report = self._import()
+                self._done, self._bound_then = report, bound
                 snapshot = report.snapshot  # the ref may have moved meanwhile
         except (ConfigError, StoppedError):
             raise
@@ -163,13 +167,13 @@ class SnapshotSync:
         done = self._done
         if done is None or done.snapshot != snapshot or not Path(done.directory).is_dir():
             return False
-        return not done.is_full or self._bounds() == self._full_under
+        return not done.is_full or self._bound() <= self._bound_then * _GROWTH
 
-    def _bounds(self) -> tuple[int | None, int]:
-        """What bounds the directory [bytes]. Not the room that is free: live engines make some all the time, for what
+    def _bound(self) -> int:
+        """What the directory may hold [bytes]. Not the room that is free: live engines make some all the time, for what
         they compute.
         """
-        return read_marker(self._cache_dir), filesystem_bytes(self._cache_dir)
+        return min(read_marker(self._cache_dir) or default_cap(self._cache_dir), filesystem_bytes(self._cache_dir))
 
     def _import(self) -> ImportReport:
         return import_snapshot(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from kvsnap.canonical import canonical_json
 from kvsnap.errors import ConfigError, CorruptChunkError, NotFoundError, StorageError
 from kvsnap.gc_lists import read_lists, replace_list
 from kvsnap.listing import list_snapshots
@@ -161,6 +163,26 @@ class TestTag:
         with pytest.raises(CorruptChunkError, match="a prune has deleted"):
             tag_snapshot(storage, snapshots[2], "late")
         assert Repository(storage).ref_names() == ["keep"]
+
+    def test_a_list_that_makes_no_sense_ends_a_removal_before_it_began(
+        self, storage: TimedStorage, snapshots: list[Digest]
+    ) -> None:
+        tag_snapshot(storage, snapshots[0], "prod")
+        storage.put(f"gc/{'0' * 32}.json", b"garbage")
+
+        with pytest.raises(CorruptChunkError):
+            remove(storage, "prod", with_snapshot=True)
+        assert Repository(storage).ref_names() == ["prod"]
+        assert remove(storage, "prod").refs == ("prod",)
+
+    def test_a_snapshot_of_a_later_version_can_be_removed(self, storage: TimedStorage, repository: Repository) -> None:
+        """As prune advises."""
+        data = canonical_json({"format": 99})
+        name = sha256(data).hexdigest()
+        storage.put(f"manifests/{name}.json", data)
+
+        assert remove(storage, name, dry_run=True).snapshots == (name,)
+        assert remove(storage, name).snapshots == (name,)
 
     @pytest.mark.parametrize(
         ("kind", "data", "problem"),

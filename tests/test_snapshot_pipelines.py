@@ -282,6 +282,22 @@ class TestExport:
             assert (report.num_chunks, report.num_shards, report.nbytes) == (8, 3, alone.nbytes)
             assert not export_snapshot(cache, storage, tag=f"host-{host}").is_new
 
+    def test_a_bound_is_not_spent_on_a_shard_that_is_too_large(
+        self, cache: Path, ns: Namespace, repo: CountingStorage
+    ) -> None:
+        """The root is in the repository in a small shard, and here in a large one that has something new, too."""
+        prompts = chain(ns, prompt(1, 128))
+        old = store(cache, ns, prompts[:1], prompts[1:])
+        first = export_snapshot(cache, repo, tag="prod")
+        with DiskTier(cache, ns) as disk:
+            list(disk.scan())
+            disk.drop(old[0].id)
+        store(cache, ns, [prompts[0], *(chunk for seed in range(4) for chunk in chain(ns, prompt(30 + seed, 256)))])
+
+        report = export_snapshot(cache, repo, tag="prod", max_bytes=first.nbytes)
+
+        assert (report.snapshot, report.num_chunks) == (first.snapshot, 2)
+
     def test_a_part_of_a_shard_does_not_have_all_of_it_sent(
         self, cache: Path, ns: Namespace, repo: CountingStorage
     ) -> None:

@@ -23,6 +23,7 @@ from kvsnap.snapshot_sync import SnapshotSync, SyncRound
 from kvsnap.storage import LocalStorage, Storage
 from kvsnap.storage.stoppable import StoppableStorage
 from kvsnap.storage.wrapper import WrapperStorage
+from kvsnap.testing import Fault, FaultyStorage, Rule
 from kvsnap.tiers.disk import DiskTier
 from kvsnap.tiers.writers import only_importer
 from tests.disk_fakes import make_namespace
@@ -218,6 +219,27 @@ class TestFailures:
         assert (found.outcome, found.is_refused) == ("failed", True)
         assert shard.name in (found.error or "")
         assert sync.round().outcome == "synced"
+
+    def test_what_the_cap_left_out_comes_once_the_cap_grows(
+        self, storage: CountingStorage, replica: Path, ns: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where the store is down just then."""
+        cap = sum(path.stat().st_size for path in (tmp_path / "repo").glob("shards/*/*"))
+        DiskTier(replica, ns, cap_bytes=cap).close()
+        sync = SnapshotSync(storage, "latest", replica)
+        first, again = sync.round(), sync.round()
+        DiskTier(replica, ns, cap_bytes=100 * cap).close()
+        with monkeypatch.context() as patches:
+            broken = FaultyStorage(storage, [Rule(fault=Fault.ERROR_BEFORE, operation="open_read")])
+            patches.setattr(sync, "_storage", broken)
+            failed = sync.round()
+        last = sync.round()
+
+        assert [item.outcome for item in (first, again, failed, last)] == ["synced", "unchanged", "failed", "synced"]
+        assert [item.is_full for item in (first, again, last)] == [True, True, False]
+        assert last.report is not None
+        assert last.report.num_chunks == last.report.total_chunks
+        assert sync.round().outcome == "unchanged"
 
     def test_a_ref_whose_manifest_is_gone_is_damage(
         self, storage: CountingStorage, replica: Path, tmp_path: Path

@@ -86,16 +86,17 @@ class Capabilities:
 
     @classmethod
     def from_json(cls, obj: object) -> Capabilities:
-        """As `to_json` gave it.
+        """As `to_json` gave it. What a later version adds must have a default, which holds where it isn't recorded.
 
         Raises:
             CorruptChunkError: it makes no sense.
         """
         found = obj if isinstance(obj, Mapping) else {}
+        known = {field.name: found[field.name] for field in fields(cls) if field.name in found}
         for field in fields(cls):
-            if not isinstance(found.get(field.name), bool):
+            if not isinstance(known.get(field.name, field.default), bool):
                 raise CorruptChunkError(f"it doesn't say whether the store has {field.name}")
-        return cls(**{field.name: found[field.name] for field in fields(cls)})
+        return cls(**known)
 
 
 ALL_CAPABILITIES = Capabilities(conditional_create=True, conditional_replace=True, ranges=True, checksums=True)

@@ -137,6 +137,7 @@ class RetryStorage(WrapperStorage):
                     if info.name not in told:
                         told.add(info.name)
                         yield info
+                        attempts.got_on()
                 return
             except StorageError as error:
                 attempts.failed(error, f"list {prefix}")
@@ -160,6 +161,10 @@ class _Attempts:
         self._failed_at = 0.0
         self._began = time.monotonic()
         self._is_told = False
+
+    def got_on(self) -> None:
+        """Something has come: whoever waits, waits since now."""
+        self._began = time.monotonic()
 
     def made_progress(self) -> None:
         """What fails from now on is a new failure."""
@@ -221,6 +226,7 @@ class _RetryReader:
                 self._attempts.failed(error, f"read {self._name}")
                 self._read = 0
                 continue
+            self._attempts.got_on()
             self._read += found
             if self._read >= _PROGRESS_BYTES:
                 self._attempts.made_progress()

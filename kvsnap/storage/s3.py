@@ -369,7 +369,8 @@ class S3Storage(Storage):
                 etag = self._told(sent, "ETag", name)
                 parts.append({"PartNumber": number, "ETag": etag, "ChecksumSHA256": checksum})
             try:
-                client.complete_multipart_upload(**where, MultipartUpload={"Parts": parts}, **self._if_absent())
+                done = client.complete_multipart_upload(**where, MultipartUpload={"Parts": parts}, **self._if_absent())
+                self._told(done, "ETag", name)
             except Exception as error:
                 # the SDK's second try finds no upload where the first one's answer got lost
                 if not (code_of(error) == "NoSuchUpload" and was_retried(error) and self.head(name).nbytes == nbytes):

@@ -90,11 +90,12 @@ def room_bytes(cache_dir: Path, own: Path) -> int:
     Quarantine and namespaces that nobody uses would give way for them.
     """
     cap = read_marker(cache_dir) or default_cap(cache_dir)
-    used = Meter(cache_dir).used_bytes()
+    yielding = 0
     for directory in paths.namespace_dirs(cache_dir):
         is_foreign = directory != own and not is_used(directory)
-        used -= Meter(directory if is_foreign else directory / paths.QUARANTINE).used_bytes()
-    return max(0, min(cap - margin(cap) - used, free_bytes(cache_dir)))
+        yielding += Meter(directory if is_foreign else directory / paths.QUARANTINE).used_bytes()
+    under_cap = cap - margin(cap) - Meter(cache_dir).used_bytes()
+    return max(0, min(under_cap, free_bytes(cache_dir)) + yielding)
 
 
 class Meter:
