@@ -39,14 +39,7 @@ def reachable_snapshots(repository: Repository, lists: list[GcList], tell: Tell 
         CorruptChunkError: a manifest or a ref is damaged.
         IncompatibleError: a manifest needs a later kvsnap.
     """
-    refs: dict[str, Digest] = {}
-    for name in repository.ref_names():
-        try:
-            refs[name] = repository.ref(name).snapshot
-        except NotFoundError:  # it has just been removed
-            continue
-        except CorruptChunkError as error:
-            tell(error)
+    refs = {name: ref.snapshot for name, ref in repository.refs(tell).items()}
     named = set(refs.values())
     removed = removed_snapshots(lists)
     snapshots: dict[Digest, Manifest] = {}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -288,16 +289,25 @@ class Repository:
             raise NotFoundError(f"{self.url} has no ref {name}; see `kvsnap list {self.url}`") from None
         return decode_ref(data, name, self.url)
 
-    def refs(self) -> dict[str, Ref]:
+    def refs(self, tell: Callable[[CorruptChunkError], None] | None = None) -> dict[str, Ref]:
         """All refs by name, in order; those that somebody removes meanwhile are left out.
+
+        Args:
+            tell: Told of each one that is damaged, which is then left out.
 
         Raises:
             CorruptChunkError: the object of one makes no sense.
         """
         found = {}
         for name in self.ref_names():
-            with suppress(NotFoundError):
+            try:
                 found[name] = self.ref(name)
+            except NotFoundError:
+                continue
+            except CorruptChunkError as error:
+                if tell is None:
+                    raise
+                tell(error)
         return found
 
     def open_snapshot(self, name: str, *, trusted: TrustedKeys | None = None) -> tuple[Digest, Manifest]:

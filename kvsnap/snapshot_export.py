@@ -77,18 +77,29 @@ class ExportReport:
     sent_shards: int
     """Shards that the repository did not have yet."""
     sent_bytes: int
-    num_broken: int
+    num_broken: int = 0
     """Chunks left out because an ancestor is missing."""
-    num_salted: int
+    num_salted: int = 0
     """Chunks left out because they belong to a tenant."""
-    num_unselected: int
+    num_unselected: int = 0
     """Chunks left out by `select` or `max_bytes`."""
-    damaged: tuple[str, ...]
+    damaged: tuple[str, ...] = ()
     """Shards of the cache directory left out because they are damaged: what is wrong with each."""
-    vanished: int
+    vanished: int = 0
     """Shards that were evicted while the export ran, left out."""
     flushed: Mapping[str, Mapping[str, Any]]
     """Answers of the live engines that flushed, by engine id."""
+
+    def without(self, selection: Selection, damaged: Mapping[str, str], vanished: set[str]) -> ExportReport:
+        """With what was left out."""
+        return replace(
+            self,
+            num_broken=selection.num_broken,
+            num_salted=selection.num_salted,
+            num_unselected=selection.num_unselected,
+            damaged=tuple(damaged.values()),
+            vanished=len(vanished),
+        )
 
 
 def match_namespaces(cache_dir: Path, prefix: str | None = None) -> list[tuple[Path, Namespace]]:
@@ -232,19 +243,8 @@ def _export(
             raise NotFoundError(_nothing(directory, selection, damaged))
         content = _content(selection)
         if last is not None and last.content == content and _was_removed(last.snapshot, named, earlier):
-            return replace(
-                last,
-                is_new=False,
-                tag=None,
-                sent_shards=0,
-                sent_bytes=0,
-                num_broken=selection.num_broken,
-                num_salted=selection.num_salted,
-                num_unselected=selection.num_unselected,
-                damaged=tuple(damaged.values()),
-                vanished=len(vanished),
-                flushed=flushed,
-            )
+            again = replace(last, is_new=False, tag=None, sent_shards=0, sent_bytes=0, flushed=flushed)
+            return again.without(selection, damaged, vanished)
         lost = len(damaged) + len(vanished)
         uploaded = _upload(selection, uploader, damaged, vanished, progress)
         if len(damaged) + len(vanished) > lost or _pruned_meanwhile(repository, session, uploader, uploaded):
@@ -261,7 +261,7 @@ def _export(
         except KvsnapError:
             log.warning("kvsnap: snapshot %s is published; ref %s was not moved to it", snapshot, tag)
             raise
-    return ExportReport(
+    report = ExportReport(
         snapshot=snapshot,
         url=repository.url,
         tag=tag if is_tagged else None,
@@ -276,13 +276,9 @@ def _export(
         nbytes=publisher.totals.nbytes,
         sent_shards=sum(shard.sent_bytes > 0 for shard in uploader.done.values()),
         sent_bytes=sum(shard.sent_bytes for shard in uploader.done.values()),
-        num_broken=selection.num_broken,
-        num_salted=selection.num_salted,
-        num_unselected=selection.num_unselected,
-        damaged=tuple(damaged.values()),
-        vanished=len(vanished),
         flushed=flushed,
     )
+    return report.without(selection, damaged, vanished)
 
 
 def _upload(
