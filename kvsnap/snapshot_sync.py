@@ -22,7 +22,7 @@ from kvsnap.rounds import Pace, Stop, StoppedError
 from kvsnap.snapshot_import import ImportReport, import_snapshot
 from kvsnap.storage import Storage, open_storage
 from kvsnap.storage.stoppable import StoppableStorage
-from kvsnap.tiers.quota import default_cap, filesystem_bytes, read_marker
+from kvsnap.tiers.quota import cap_of, filesystem_bytes
 from kvsnap.transfer import Progress
 from kvsnap.trust import TrustedKeys
 
@@ -173,7 +173,7 @@ class SnapshotSync:
         """What the directory may hold [bytes]. Not the room that is free: live engines make some all the time, for what
         they compute.
         """
-        return min(read_marker(self._cache_dir) or default_cap(self._cache_dir), filesystem_bytes(self._cache_dir))
+        return min(cap_of(self._cache_dir), filesystem_bytes(self._cache_dir))
 
     def _import(self) -> ImportReport:
         return import_snapshot(

@@ -84,12 +84,17 @@ def default_cap(cache_dir: Path) -> int:
     return int(filesystem_bytes(cache_dir) * DEFAULT_SHARE)
 
 
+def cap_of(cache_dir: Path) -> int:
+    """The cap that jobs obey, in bytes: what an engine recorded, else the default."""
+    return read_marker(cache_dir) or default_cap(cache_dir)
+
+
 def room_bytes(cache_dir: Path, own: Path) -> int:
     """About how many real bytes an import into the namespace `own` could place now; `cache_dir` may not exist yet.
 
     Quarantine and namespaces that nobody uses would give way for them.
     """
-    cap = read_marker(cache_dir) or default_cap(cache_dir)
+    cap = cap_of(cache_dir)
     yielding = 0
     for directory in paths.namespace_dirs(cache_dir):
         is_foreign = directory != own and not is_used(directory)
